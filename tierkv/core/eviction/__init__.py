@@ -1,0 +1,1 @@
+"""Eviction policies: pure orders of rows, one file per policy."""

@@ -1,0 +1,90 @@
+"""How the pool is cut into extents, and extents into slots.
+
+An extent is a contiguous piece of the pool that belongs to one namespace. Its size is a multiple of
+the extent unit: the smallest one that wastes at most 3 % of itself on slots of that size, at most
+1 GiB. Slots never straddle extents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WASTE_MAX = 0.03
+EXTENT_BYTES_MAX = 1 << 30
+
+
+@dataclass(slots=True, eq=False)
+class Extent:
+    """A piece of the pool.
+
+    Attributes:
+        first_unit, units: where it lies, in extent units.
+        first_row, rows: the row numbers of its slots in its namespace.
+        is_draining: no new grants; it changes hands when its last slot is free.
+    """
+
+    first_unit: int
+    units: int
+    first_row: int
+    rows: int
+    is_draining: bool = False
+
+
+class ExtentMap:
+    """Which unit of the pool belongs to which extent."""
+
+    def __init__(self, pool_bytes: int, unit_bytes: int) -> None:
+        assert pool_bytes > 0, "a pool has bytes"
+        assert unit_bytes > 0, "an extent unit has bytes"
+        self.unit_bytes = min(unit_bytes, pool_bytes)
+        self.units = pool_bytes // self.unit_bytes
+        self._owners: list[Extent | None] = [None] * self.units
+
+    @property
+    def free_units(self) -> int:
+        return self._owners.count(None)
+
+    def units_per_extent(self, slot_bytes: int) -> int:
+        """Units of one extent for slots of this size; 0 if no slot fits the pool."""
+        top = min(max(EXTENT_BYTES_MAX // self.unit_bytes, -(-slot_bytes // self.unit_bytes)),
+                  self.units)  # fmt: skip
+        best, best_waste = 0, 1.0
+        for units in range(-(-slot_bytes // self.unit_bytes), top + 1):
+            size = units * self.unit_bytes
+            waste = size % slot_bytes / size
+            if waste <= WASTE_MAX:
+                return units
+            if waste < best_waste:
+                best, best_waste = units, waste
+        return best
+
+    def take(self, units: int, first_row: int, rows: int) -> Extent | None:
+        """Allocate a contiguous range of free units, or None."""
+        run = 0
+        for unit, owner in enumerate(self._owners):
+            run = run + 1 if owner is None else 0
+            if run == units:
+                extent = Extent(unit - units + 1, units, first_row, rows)
+                self._owners[extent.first_unit : unit + 1] = [extent] * units
+                return extent
+        return None
+
+    def give_back(self, extent: Extent) -> None:
+        """Free an extent's units."""
+        place = slice(extent.first_unit, extent.first_unit + extent.units)
+        assert all(owner is extent for owner in self._owners[place]), "extent owns its units"
+        self._owners[place] = [None] * extent.units
+
+    def windows(self, units: int) -> list[list[Extent]]:
+        """The extents that overlap each run of `units` units.
+
+        Runs begin where an extent or a free unit begins. Free units cost nothing and are not told.
+        """
+        found = []
+        for start in range(self.units - units + 1):
+            here = self._owners[start]
+            if here is not None and here.first_unit != start:
+                continue
+            inside = self._owners[start : start + units]
+            found.append(list({id(e): e for e in inside if e is not None}.values()))
+        return found

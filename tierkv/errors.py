@@ -1,0 +1,29 @@
+"""Operating errors. Each message names the thing, the value and the remedy.
+
+Expected outcomes are values, not errors; bugs are assertions. What stands here is the third kind:
+something outside the program is wrong and somebody can put it right.
+"""
+
+
+class TierKVError(Exception):
+    """Base of all operating errors of TierKV."""
+
+
+class ConfigError(TierKVError):
+    """A configuration file, key or value cannot be used."""
+
+
+class LayoutMismatchError(TierKVError):
+    """KV cache tensors or ranks do not have a layout that can be cached correctly."""
+
+
+class ProtocolError(TierKVError):
+    """A peer sent something that the wire protocol does not allow; its session ends."""
+
+
+class DaemonUnavailableError(TierKVError):
+    """The daemon is not there, does not answer, or refuses this client."""
+
+
+class PoolError(TierKVError):
+    """The shared-memory pool cannot be created, adopted or attached."""

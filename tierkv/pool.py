@@ -1,0 +1,353 @@
+"""The DRAM pool: one shared-memory file that engines and daemon map.
+
+A plain file in a memory file system, opened and mapped by name. Not `multiprocessing`'s shared
+memory: its resource tracker unlinks the segment when any attached process exits.
+
+The file outlives the daemon. A new daemon adopts the memory, not the contents: it writes a new
+generation into the header and serves misses, and nothing is reallocated, remapped or pinned again.
+Every process that maps the pool holds a lock file for life, so that the daemon knows without any
+clock when nobody can touch a slot any more.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import itertools
+import logging
+import mmap
+import os
+import secrets
+import stat
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.errors import PoolError
+from tierkv.types import EngineId
+from tierkv.units import approximate_size
+
+logger = logging.getLogger(__name__)
+
+HEADER_BYTES = 65_536  # one page of the largest page size in use (64 KiB on some Arm servers)
+VERSION = 1
+_MAGIC = b"TIERKVPL"
+_HEADER = struct.Struct("<8sIIQQQ")  # magic, version, header bytes, generation, capacity, unit
+_GENERATION_AT = 16
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
+_MADV_HUGEPAGE = 14
+_PREFAULT_CHUNK = 64 << 20
+_LOCK_TRIES_MAX = 100
+_FLOCK = struct.Struct("@hhlli4x")  # struct flock on 64-bit Linux
+_WHOLE_FILE = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+_numbers = itertools.count()
+
+
+class Pool:
+    """A mapping of the pool file.
+
+    Attributes:
+        bytes: the slots' bytes without the header, shape (capacity,), uint8, shared.
+        was_adopted: the file was there before this daemon.
+    """
+
+    def __init__(self, path: Path, file: int, capacity: int, was_adopted: bool) -> None:
+        self.path = path
+        self.capacity = capacity
+        self.was_adopted = was_adopted
+        self._file = file
+        self._map = mmap.mmap(file, HEADER_BYTES + capacity)
+        whole: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self.bytes = whole[HEADER_BYTES:]
+
+    @property
+    def generation(self) -> int:
+        """The generation that the header shows now; a new daemon raises it under our eyes."""
+        return int(struct.unpack_from("<Q", self._map, _GENERATION_AT)[0])
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the path still leads to this file."""
+        try:
+            named, ours = self.path.stat(), os.fstat(self._file)
+        except OSError:
+            return False
+        return (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino)
+
+    @property
+    def address(self) -> int:
+        """Virtual address of byte 0 of `bytes`."""
+        return int(self.bytes.ctypes.data)
+
+    def ask_for_huge_pages(self) -> bool:
+        """Ask for transparent huge pages; whether the kernel took the advice."""
+        try:
+            self._map.madvise(_MADV_HUGEPAGE)
+        except OSError:
+            return False
+        return True
+
+    def prefault(self, stop: threading.Event) -> None:
+        """Make all pages present in this mapping, piece by piece. Blocks; run it in a thread."""
+        size = HEADER_BYTES + self.capacity
+        for start in range(0, size, _PREFAULT_CHUNK):
+            if stop.is_set():
+                return
+            length = min(_PREFAULT_CHUNK, size - start)
+            try:
+                self._map.madvise(_MADV_POPULATE_WRITE, start, length)
+            except (OSError, ValueError):
+                logger.info("this kernel cannot prefault shared memory; pages come on first use")
+                return
+
+    def unlink(self) -> None:
+        """Remove the name; mappings stay valid."""
+        if self.is_current:
+            self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the file, and with it the owner's lock. The mapping goes with its last view."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def pool_path(directory: Path, socket: Path) -> Path:
+    """Name of the pool file of the daemon behind a socket; two daemons never share one."""
+    digest = hashlib.blake2b(str(socket).encode(), digest_size=6).hexdigest()
+    return directory / f"tierkv-{os.getuid()}-{digest}.pool"
+
+
+def _open_regular(path: Path, flags: int, mode: int) -> int:
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    facts = os.fstat(file)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_uid not in (os.getuid(), 0):
+        os.close(file)
+        raise PoolError(f"{path}: is no regular file of this user; remove it")
+    return file
+
+
+def create_pool(path: Path, capacity: int, extent_unit: int, mode: int = 0o600) -> Pool:
+    """Create the pool file, or adopt the one that a daemon before us left.
+
+    All memory is allocated here, so that a full file system is an error now and not a SIGBUS later.
+
+    Raises:
+        PoolError: another daemon owns it, the directory is not writable, or memory is short.
+    """
+    try:
+        file = _open_regular(path, os.O_RDWR | os.O_CREAT, mode)
+    except OSError as error:
+        raise PoolError(
+            f"{path}: cannot be opened: {error.strerror}; make node.dram.directory writable"
+        ) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        raise PoolError(
+            f"{path}: another daemon owns this pool; stop it or set node.service.socket"
+        ) from error
+    size = os.fstat(file).st_size
+    if size == HEADER_BYTES + capacity:
+        found = _HEADER.unpack(os.pread(file, _HEADER.size, 0))
+        if found[:3] == (_MAGIC, VERSION, HEADER_BYTES) and found[4] == capacity:
+            _write_header(file, found[3] + 1, capacity, extent_unit)
+            return Pool(path, file, capacity, was_adopted=True)
+    if size:
+        # Processes may still map the old file, so it must not change under them.
+        path.unlink()
+        os.close(file)
+        return create_pool(path, capacity, extent_unit, mode)
+    try:
+        os.fchmod(file, mode)
+        os.posix_fallocate(file, 0, HEADER_BYTES + capacity)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        os.close(file)
+        remedy = "lower node.dram.capacity or enlarge the file system"
+        if error.errno != errno.ENOSPC:
+            remedy = "see the system log"
+        raise PoolError(
+            f"{path}: {approximate_size(capacity)} cannot be allocated: {error.strerror}; {remedy}"
+        ) from error
+    _write_header(file, 1 + secrets.randbelow(1 << 24), capacity, extent_unit)
+    return Pool(path, file, capacity, was_adopted=False)
+
+
+def _write_header(file: int, generation: int, capacity: int, unit: int) -> None:
+    header = _HEADER.pack(_MAGIC, VERSION, HEADER_BYTES, generation, capacity, unit)
+    os.pwrite(file, header, 0)
+
+
+def attach_pool(path: Path) -> Pool:
+    """Map an existing pool. The caller holds a mapper lock first.
+
+    Raises:
+        PoolError: no pool is there (yet), or it is not one of ours.
+    """
+    try:
+        file = _open_regular(path, os.O_RDWR, 0)
+    except OSError as error:
+        raise PoolError(f"{path}: cannot be attached: {error.strerror}") from error
+    size = os.fstat(file).st_size
+    header = os.pread(file, _HEADER.size, 0)
+    is_ours = len(header) == _HEADER.size and header[:8] == _MAGIC
+    if not is_ours or _HEADER.unpack(header)[1:3] != (VERSION, HEADER_BYTES):
+        os.close(file)
+        raise PoolError(f"{path}: is no pool of this version; wait for the daemon or remove it")
+    capacity = _HEADER.unpack(header)[4]
+    if size != HEADER_BYTES + capacity:
+        os.close(file)
+        raise PoolError(f"{path}: has {size} bytes, its header says {capacity}; remove it")
+    pool = Pool(path, file, capacity, was_adopted=True)
+    if not pool.is_current:
+        pool.close()
+        raise PoolError(f"{path}: was replaced while it was attached; try again")
+    return pool
+
+
+# ---- mapper locks ------------------------------------------------------------------------------
+
+
+class MapperLock:
+    """A lock file held for the life of a process (and of children that it forks).
+
+    `role` is `session` for the scheduler half, else a number that makes the name unique.
+    """
+
+    def __init__(self, run_directory: Path, engine: EngineId, is_session: bool = False) -> None:
+        folder = make_private(run_directory / "mappers")
+        role = "session" if is_session else str(next(_numbers))
+        self.path = folder / f"{engine}.{os.getpid()}.{role}"
+        self._file = self._lock()
+
+    def _lock(self) -> int:
+        # A scan that finds the file before it is locked removes it; then we try again.
+        for _ in range(_LOCK_TRIES_MAX):
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                if os.fstat(file).st_ino == self.path.stat().st_ino:
+                    return file
+            except FileNotFoundError:
+                pass
+            os.close(file)
+        raise PoolError(f"{self.path}: cannot be locked; is another process removing it?")
+
+    def release(self) -> None:
+        """Say that this process no longer maps the pool."""
+        if self._file >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self._file)
+            self._file = -1
+
+
+@dataclass(slots=True)
+class Held:
+    """Locks of one engine that living processes hold."""
+
+    has_session: bool = False
+    mappers: int = 0
+
+
+def held_locks(run_directory: Path) -> dict[EngineId, Held]:
+    """Which engines are alive: the locks that cannot be taken. Free ones are removed."""
+    found: dict[EngineId, Held] = {}
+    for path in _lock_files(run_directory):
+        engine, _, role = path.name.split(".", 2)
+        if _is_free(path):
+            continue
+        held = found.setdefault(EngineId(engine), Held())
+        if role == "session":
+            held.has_session = True
+        else:
+            held.mappers += 1
+    return found
+
+
+def _lock_files(run_directory: Path) -> Iterator[Path]:
+    try:
+        entries = list((run_directory / "mappers").iterdir())
+    except FileNotFoundError:
+        return
+    yield from (path for path in entries if path.name.count(".") == 2)
+
+
+def _is_free(path: Path) -> bool:
+    try:
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+    return True
+
+
+def make_private(folder: Path) -> Path:
+    """Create a directory for this user only.
+
+    Raises:
+        PoolError: it belongs to somebody else or cannot be made.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = folder.lstat()
+    except OSError as error:
+        raise PoolError(
+            f"{folder}: cannot be made: {error.strerror}; set node.service.socket"
+        ) from error
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
+        raise PoolError(f"{folder}: does not belong to this user; set node.service.socket")
+    return folder
+
+
+class DaemonLock:
+    """The lock that a daemon holds for life; who gets it is the daemon of this socket.
+
+    An open-file-description lock, because it can be asked about without being taken: a client that
+    looks must never make a starting daemon believe that another one lives.
+    """
+
+    def __init__(self, socket: Path) -> None:
+        self.path = socket.with_suffix(".lock")
+        self._file = -1
+
+    def acquire(self) -> bool:
+        """Take the lock unless another daemon holds it."""
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+        except OSError:
+            os.close(file)
+            return False
+        self._file = file
+        return True
+
+    def is_held(self) -> bool:
+        """Whether some daemon lives; never blocks."""
+        try:
+            file = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            answer = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _WHOLE_FILE)
+        finally:
+            os.close(file)
+        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+    def release(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1

@@ -1,0 +1,1 @@
+"""Daemon, protocol and client. The only package that uses ZMQ."""

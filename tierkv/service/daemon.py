@@ -1,0 +1,224 @@
+"""The daemon process: pool, socket, and the loop that feeds `Server.turn`.
+
+One thread. This is the only place of the service that reads a clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import zmq
+
+from tierkv.config import NodeConfig
+from tierkv.core.directory import Directory, Limits
+from tierkv.errors import ConfigError, DaemonUnavailableError
+from tierkv.pool import (
+    DaemonLock,
+    Pool,
+    create_pool,
+    held_locks,
+    make_private,
+    pool_path,
+)
+from tierkv.service import wire
+from tierkv.service.server import Frame, Server, ServerFacts
+from tierkv.sizing import read_memory_facts, resolve_capacity
+from tierkv.units import approximate_size
+
+logger = logging.getLogger(__name__)
+
+LIVENESS_PERIOD_S = 0.25
+FRAMES_PER_TURN_MAX = 256
+SEND_QUEUE_MAX = 100_000
+SOCKET_PATH_BYTES_MAX = 100  # sun_path has 108, ZMQ adds a prefix of its own
+
+
+def node_text(config: NodeConfig) -> str:
+    """The `node:` part as canonical JSON; equal configurations give equal texts."""
+    return json.dumps(config.model_dump(mode="json"), sort_keys=True)
+
+
+def prepare_pool(config: NodeConfig) -> Pool:
+    """Create or adopt the pool that the configuration asks for.
+
+    Raises:
+        ConfigError, PoolError: it does not fit, or cannot be made; says what to do.
+    """
+    dram = config.dram
+    path = pool_path(dram.directory, config.service.socket_path)
+    capacity = resolve_capacity(dram.capacity, read_memory_facts(dram.directory, path))
+    if dram.capacity == "auto" and path.exists():
+        # What is free changes while engines run; an automatic size must not lose their pool.
+        capacity = max(path.stat().st_size - 65_536, 0) or capacity
+    pool = create_pool(path, capacity, dram.extent_unit)
+    has_huge = dram.hugepages == "auto" and pool.ask_for_huge_pages()
+    logger.info(
+        "pool %s: path=%s capacity=%s generation=%d hugepages=%s",
+        "adopted" if pool.was_adopted else "created",
+        path,
+        approximate_size(capacity),
+        pool.generation,
+        "advised" if has_huge else "no",
+    )
+    return pool
+
+
+class Daemon:
+    """A running daemon. Use `open_daemon`."""
+
+    def __init__(self, config: NodeConfig, pool: Pool, socket: zmq.Socket[bytes]) -> None:
+        self.config = config
+        self.pool = pool
+        self.run_directory = config.service.socket_path.parent
+        self._socket = socket
+        limits = Limits(
+            pool.capacity,
+            config.dram.extent_unit,
+            config.dram.pinned_share_max,
+            pool.generation,
+        )
+        old = [e for e, held in held_locks(self.run_directory).items() if held.mappers]
+        facts = ServerFacts(
+            str(pool.path),
+            pool.capacity,
+            pool.generation,
+            node_text(config),
+            config.node_strict,
+            config.service.quarantine_min,
+        )
+        self.server = Server(Directory(limits), facts, old if pool.was_adopted else ())
+        self._look_at = 0.0
+        self.is_stopping = False
+
+    def step(self, wait_s: float) -> None:
+        """Wait for messages, at most `wait_s`, and work off one turn."""
+        self._socket.poll(int(wait_s * 1000))
+        inbox: list[Frame] = []
+        with contextlib.suppress(zmq.Again):
+            while len(inbox) < FRAMES_PER_TURN_MAX:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                if len(parts) == 2:
+                    inbox.append((parts[0], parts[1]))
+                else:
+                    self.server.directory.counters["protocol_errors"] += 1
+        now = time.monotonic()
+        held = None
+        if now >= self._look_at:
+            self._look_at = now + LIVENESS_PERIOD_S
+            held = held_locks(self.run_directory)
+        for peer, frame in self.server.turn(now, inbox, held):
+            with contextlib.suppress(zmq.Again):  # a client that reads nothing loses its replies
+                self._socket.send_multipart([peer, frame], zmq.NOBLOCK)
+
+    def run(
+        self,
+        linger_s: float | None,
+        on_turn: Callable[[Daemon], None] | None = None,
+    ) -> None:
+        """Serve until stopped, or until no engine was known for `linger_s`."""
+        idle_since = time.monotonic()
+        while not self.is_stopping:
+            self.step(LIVENESS_PERIOD_S)
+            if on_turn is not None:
+                on_turn(self)
+            now = time.monotonic()
+            if self.server.engines_known or self.server.old_mappers:
+                idle_since = now
+            elif linger_s is not None and now - idle_since >= linger_s:
+                logger.info("no engine for %.0f s: the daemon ends", linger_s)
+                return
+
+
+@contextlib.contextmanager
+def open_daemon(config: NodeConfig) -> Iterator[Daemon]:
+    """Become the daemon of a node: lock, pool, socket; all given back at the end.
+
+    The pool file stays if some process still maps it, so that the next daemon can adopt it.
+
+    Raises:
+        DaemonUnavailableError: another daemon serves this socket.
+        ConfigError, PoolError: see `prepare_pool`.
+    """
+    socket_path = config.service.socket_path
+    if len(os.fsencode(socket_path)) > SOCKET_PATH_BYTES_MAX:
+        raise ConfigError(
+            f"node.service.socket: {socket_path} is longer than {SOCKET_PATH_BYTES_MAX} bytes; "
+            "name a shorter one"
+        )
+    make_private(socket_path.parent)
+    lock = DaemonLock(socket_path)
+    if not lock.acquire():
+        raise DaemonUnavailableError(
+            f"{socket_path}: another daemon serves this socket; stop it or set node.service.socket"
+        )
+    try:
+        pool = prepare_pool(config)
+        try:
+            with _bound_socket(socket_path) as socket:
+                yield Daemon(config, pool, socket)
+        finally:
+            if not any(held.mappers for held in held_locks(socket_path.parent).values()):
+                pool.unlink()
+            pool.close()
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _bound_socket(path: Path) -> Iterator[zmq.Socket[bytes]]:
+    path.unlink(missing_ok=True)  # we hold the lock: nobody serves a socket that is left here
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, wire.MESSAGE_BYTES_MAX)
+    socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MAX)
+    old = os.umask(0o177)
+    try:
+        socket.bind(f"ipc://{path}")
+    except zmq.ZMQError as error:
+        raise DaemonUnavailableError(
+            f"{path}: cannot be bound: {error}; set node.service.socket"
+        ) from error
+    finally:
+        os.umask(old)
+    try:
+        yield socket
+    finally:
+        socket.close()
+        context.term()
+        path.unlink(missing_ok=True)
+
+
+def serve(
+    config: NodeConfig,
+    linger_s: float | None = None,
+    on_turn: Callable[[Daemon], None] | None = None,
+) -> None:
+    """Run the daemon until SIGTERM or SIGINT, or until it lingered long enough without engines.
+
+    Args:
+        linger_s: None to run until a signal.
+        on_turn: called after every turn.
+    """
+    with open_daemon(config) as daemon:
+
+        def stop(signal_number: int, _frame: object) -> None:
+            logger.info("signal %d: the daemon ends", signal_number)
+            daemon.is_stopping = True
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stop)
+        logger.info("serving: socket=%s pid=%d", config.service.socket_path, os.getpid())
+        # Flat arrays hold the index; without cycles the collector only costs pauses.
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        daemon.run(linger_s, on_turn)
