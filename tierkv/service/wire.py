@@ -27,7 +27,7 @@ KEY_BYTES_MAX = 65
 LEASES_MAX = 16_384
 
 Seq = Annotated[int, msgspec.Meta(ge=1)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=KEYS_MAX * KEY_BYTES_MAX)]
