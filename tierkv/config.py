@@ -227,6 +227,12 @@ def default_run_directory() -> Path:
     return Path(tempfile.gettempdir()) / f"tierkv-{user}"
 
 
+def python_hash_seed() -> str | None:
+    """PYTHONHASHSEED if it fixes anything: the root of an engine's block hashes."""
+    seed = os.environ.get("PYTHONHASHSEED")
+    return None if seed in (None, "", "random") else seed
+
+
 def known_keys() -> list[str]:
     """Every key of the configuration as a dotted path, leaves and groups."""
     return sorted(_keys_below(TierKVConfig, ""))

@@ -44,6 +44,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
 _MADV_HUGEPAGE = 14
 _PREFAULT_CHUNK = 64 << 20
 _LOCK_TRIES_MAX = 100
+_LOOK_PERIOD_S = 0.02
 _FLOCK = struct.Struct("@hhlli4x")  # struct flock on 64-bit Linux
 _WHOLE_FILE = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 _numbers = itertools.count()
@@ -351,3 +352,69 @@ class DaemonLock:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+class PoolMapper:
+    """Maps the pool in the background, so that no engine step pays for it.
+
+    The file may appear late, or be replaced by a daemon with another capacity; the mapper looks
+    until it has the right one. One thread, which ends after each success.
+    """
+
+    def __init__(self, path: Path, run_directory: Path, engine: EngineId) -> None:
+        self._path = path
+        self._run_directory = run_directory
+        self._engine = engine
+        self._lock: MapperLock | None = None
+        self._pool: Pool | None = None
+        self._mapped: list[Pool] = []  # kept, because queued copies know raw addresses only
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._look()
+
+    def get(self, path: str, generation: int) -> Pool | None:
+        """The mapping of this pool in this generation, or None if it is not there yet.
+
+        Never blocks; a None starts another look in the background.
+        """
+        pool = self._pool
+        if pool is not None and str(pool.path) == path and pool.generation == generation:
+            return pool
+        is_looking = self._thread is not None and self._thread.is_alive()
+        is_useless = pool is None or not pool.is_current or str(pool.path) != path
+        if is_useless and not is_looking:
+            self._path = Path(path)
+            self._look()
+        return None
+
+    def close(self) -> None:
+        """Stop looking and give up the lock. Copies must have ended."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._pool = None
+        self._mapped.clear()
+        if self._lock is not None:
+            self._lock.release()
+
+    def _look(self) -> None:
+        self._thread = threading.Thread(target=self._attach, name="tierkv-map", daemon=True)
+        self._thread.start()
+
+    def _attach(self) -> None:
+        while not self._stop.wait(_LOOK_PERIOD_S):
+            if not self._path.exists():
+                continue
+            try:
+                if self._lock is None:
+                    make_private(self._run_directory)
+                    self._lock = MapperLock(self._run_directory, self._engine)
+                pool = attach_pool(self._path)
+            except PoolError as error:
+                logger.debug("pool not attached yet: %s", error)
+                continue
+            pool.prefault(self._stop)
+            self._mapped.append(pool)
+            self._pool = pool
+            logger.info("pool mapped: path=%s generation=%d", pool.path, pool.generation)
+            return

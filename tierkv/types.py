@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NewType
 
 BlockKey = NewType("BlockKey", bytes)
@@ -25,44 +24,32 @@ PAGE_BYTES = 4096
 """Slots are padded to this many bytes."""
 
 
-class Outcome(IntEnum):
-    """What became of one block in a batch operation."""
-
-    OK = 0
-    FAILED = 1
-
-
 @dataclass(frozen=True, slots=True)
-class SlotGeometry:
-    """How one block's payload lies in its slot.
+class RankGeometry:
+    """What one rank contributes to a block.
 
-    Payload order is rank, layer, engine block: the bytes of rank r start at
-    ``FRAME_BYTES + r * rank_bytes``, layer l inside them at ``l * layer_bytes``, and engine block j
-    inside that at ``j * page_bytes``.
+    Payload order is rank, layer, engine block: layer l of a rank starts at ``layer_offsets[l]``
+    inside the rank's part, and engine block j inside that at ``j * page_bytes[l]``.
 
     Attributes:
-        page_bytes: bytes of one engine block of one layer on one rank.
-        layers: number of layers of the KV cache group.
+        page_bytes: per layer, bytes of one engine block.
         engine_blocks: engine blocks per TierKV block (``block_tokens / engine block size``).
-        ranks: number of ranks whose bytes share the slot.
     """
 
-    page_bytes: int
-    layers: int
+    page_bytes: tuple[int, ...]
     engine_blocks: int
-    ranks: int
 
     @property
-    def layer_bytes(self) -> int:
-        return self.page_bytes * self.engine_blocks
+    def bytes(self) -> int:
+        return sum(self.page_bytes) * self.engine_blocks
 
     @property
-    def rank_bytes(self) -> int:
-        return self.layer_bytes * self.layers
-
-    @property
-    def payload_bytes(self) -> int:
-        return self.rank_bytes * self.ranks
+    def layer_offsets(self) -> tuple[int, ...]:
+        offsets, at = [], 0
+        for page in self.page_bytes:
+            offsets.append(at)
+            at += page * self.engine_blocks
+        return tuple(offsets)
 
 
 def slot_bytes_of(payload_bytes: int) -> int:

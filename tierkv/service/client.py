@@ -290,6 +290,20 @@ class Client:
             seq, wanted.namespace, wanted.slot_bytes, wanted.label, wanted.is_private
         ))  # fmt: skip
 
+    def wait_attached(self, namespace: NamespaceId, wait_s: float) -> bool:
+        """Give a daemon that is just starting some time; whether the namespace is usable."""
+        end = time.monotonic() + wait_s
+        while not self.is_attached(namespace) and self.refusal is None:
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            self.poll()
+            if self._socket is not None:
+                self._socket.poll(int(min(left, 0.02) * 1000))
+            else:
+                time.sleep(min(left, 0.01))
+        return self.refusal is None
+
     # ---- load ----------------------------------------------------------------------------------
 
     def send_lookup(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> int:
@@ -377,7 +391,11 @@ class Client:
         runs: Sequence[tuple[BlockKey | None, Sequence[BlockKey]]],
         deadline_s: float | None = None,
     ) -> Grant | None:
-        """Take slots for runs of new blocks, given as (predecessor, keys). None: store nothing."""
+        """Take slots for runs of new blocks, given as (predecessor, keys).
+
+        Returns:
+            None if nobody answered in time; a grant with lease 0 if nothing is to be written.
+        """
         keys = [key for _, run in runs for key in run]
         if not keys or len(keys) > wire.KEYS_MAX or not self.is_attached(namespace):
             return None
@@ -387,9 +405,10 @@ class Client:
             return None
         self._waiting.add(seq)
         reply = self._await(seq, self.deadline_s if deadline_s is None else deadline_s)
-        if not isinstance(reply, wire.GrantedReply) or not reply.lease:
+        if not isinstance(reply, wire.GrantedReply):
             return None
-        self.leases.add(LeaseId(reply.lease))
+        if reply.lease:
+            self.leases.add(LeaseId(reply.lease))
         return Grant(LeaseId(reply.lease), wire.unpack_offsets(reply.offsets))
 
     def commit(self, lease: LeaseId, is_ok: Sequence[bool]) -> None:

@@ -1,0 +1,1 @@
+"""Measuring. Every bench checks that what it measured was right, and says so."""

@@ -1,0 +1,1 @@
+"""The ``tierkv`` command. Each command is a module of its own, loaded when it is called."""

@@ -1,0 +1,59 @@
+"""What the scheduler half knows of one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tierkv.service.client import Answer
+from tierkv.types import BlockKey, LeaseId
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request from its arrival to its end.
+
+    Attributes:
+        ticket: an asked lookup whose answer was not taken; 0 if none.
+        answer: what the lookup found, held under a lease until it is decided.
+        asked_at: when the scheduler first asked about this lookup.
+        asks: how often it was told to ask again.
+        is_decided: the scheduler got its answer for this admission.
+        local_tokens: device hit that the answer was computed for.
+        promised_tokens: tokens that the scheduler was told it may load.
+        loading: the lease of a load that was issued and not yet reported.
+        block_ids: device blocks, first token first.
+        blocks_stored: leading TierKV blocks that need no more storing.
+        may_load: False after a failed load, so that it is not tried for ever.
+        outcome: (device, dram) tokens of the first admission, for the statistics.
+    """
+
+    request: Any
+    adapter: bytes | None = None
+    ticket: int = 0
+    answer: Answer | None = None
+    asked_at: float | None = None
+    asks: int = 0
+    is_decided: bool = False
+    local_tokens: int = 0
+    promised_tokens: int = 0
+    loading: LeaseId | None = None
+    block_ids: list[int] = field(default_factory=list)
+    blocks_stored: int = 0
+    may_load: bool = True
+    outcome: tuple[int, int] | None = None
+    keys: list[BlockKey] = field(default_factory=list)
+
+    def take_back_promise(self) -> None:
+        """What was found is gone; the next question of the scheduler is answered anew."""
+        self.is_decided = False
+        self.promised_tokens = 0
+
+    def forget_admission(self) -> None:
+        """The request was preempted: it will be looked up and admitted anew."""
+        self.take_back_promise()
+        self.asked_at = None
+        self.asks = 0
+        self.local_tokens = 0
+        self.block_ids = []
+        self.blocks_stored = 0

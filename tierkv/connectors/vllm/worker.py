@@ -1,0 +1,253 @@
+"""The worker half: maps the pool, copies, and reports what ended.
+
+It never talks to the daemon. Its thread is the model runner's; copies run in the copy engine.
+Rule 1: a store is reported only when its copy has completed, never when it was issued.
+Rule 2: in a layer-wise step `wait_for_layer_load(l)` waits for layer l of all loads of the step,
+because other requests of the batch may share those blocks.
+Rule 3: nothing computed after a failed load is stored before the scheduler has dealt with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tierkv.connectors.vllm.kv_layout import KvLayout, describe_layers
+from tierkv.connectors.vllm.meta import (
+    LoadPlan,
+    StepPlan,
+    StorePlan,
+    WorkerGeometry,
+    WorkerReport,
+)
+from tierkv.device.base import CopyEngine, CopyEvent, Direction
+from tierkv.pool import Pool, PoolMapper
+from tierkv.types import EngineId
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    plan: LoadPlan
+    events: list[CopyEvent]
+    by_layer: dict[str, CopyEvent]
+
+
+@dataclass(slots=True, eq=False)
+class _Store:
+    plan: StorePlan
+    events: list[CopyEvent]
+    is_tainted: bool = False
+
+
+class WorkerHalf:
+    """One rank of an engine."""
+
+    def __init__(
+        self,
+        engine: EngineId,
+        pool: Path,
+        run_directory: Path,
+        *,
+        copies: CopyEngine,
+        is_layerwise_store: bool,
+        rank: int,
+    ) -> None:
+        self._mapper = PoolMapper(pool, run_directory, engine)
+        self._copies = copies
+        self._is_layerwise_store = is_layerwise_store
+        self._rank = rank
+        self._layout: KvLayout | None = None
+        self._plan = StepPlan()
+        self._loads: list[_Load] = []  # asynchronous ones in flight
+        self._step_loads: list[_Load] = []  # those that this step's forward needs
+        self._step_store: _Store | None = None
+        self._stored_layers: set[str] = set()
+        self._stores: dict[int, _Store] = {}
+        self._report = WorkerReport()
+        self._bad_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._load_failures = 0
+
+    # ---- start ---------------------------------------------------------------------------------
+
+    def register(self, tensors: Mapping[str, torch.Tensor], blocks: int) -> None:
+        """Learn where the KV cache lies.
+
+        Raises:
+            LayoutMismatchError: the layout is not supported; names the layer.
+        """
+        self._layout = KvLayout(describe_layers(tensors, blocks), 1)
+
+    def set_engine_blocks(self, engine_blocks: int) -> None:
+        """Learn how many engine blocks make a TierKV block."""
+        assert self._layout is not None, "tensors are registered first"
+        self._layout = KvLayout(self._layout.layers, engine_blocks)
+
+    def geometry(self) -> WorkerGeometry | None:
+        """What this rank's tensors look like; None before `register`."""
+        if self._layout is None:
+            return None
+        layers = self._layout.layers
+        return WorkerGeometry(
+            tuple(layer.name for layer in layers),
+            tuple(layer.page_bytes for layer in layers),
+            tuple(layer.form for layer in layers),
+        )
+
+    # ---- one step ------------------------------------------------------------------------------
+
+    def fence(self, plan: StepPlan) -> None:
+        """Before any block of the step is written: wait for the stores that still read one."""
+        for lease in plan.fences:
+            store = self._stores.get(lease)
+            if store is not None:
+                for event in store.events:
+                    event.wait()
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Take the work of a step."""
+        self._plan = plan
+        self._step_store = None
+        self._stored_layers = set()
+
+    def start_loads(self) -> None:
+        """Submit the loads of the step."""
+        for plan in self._plan.loads:
+            load = self._submit_load(plan)
+            if load is None:
+                self._fail_load(plan)
+            elif plan.is_async:
+                self._loads.append(load)
+            else:
+                self._step_loads.append(load)
+
+    def wait_for_layer(self, name: str) -> None:
+        """Before a layer's attention: its blocks of all loads of the step are there."""
+        for load in self._step_loads:
+            load.by_layer[name].wait()
+
+    def layer_computed(self, name: str) -> None:
+        """After a layer's attention: store that layer now, in layer-wise mode."""
+        if self._is_layerwise_store and self._plan.store is not None:
+            self._store_layers([name])
+
+    def end_forward(self) -> None:
+        """After the forward: everything of the step that is not submitted yet is submitted."""
+        self._finish_step_loads()
+        if self._plan.store is not None and self._layout is not None:
+            rest = [n for n in self._layout.names if n not in self._stored_layers]
+            if rest:
+                self._store_layers(rest)
+        store = self._step_store
+        if store is not None:
+            store.is_tainted = self._load_failures > self._plan.failures_seen
+
+    def take_loaded(self) -> set[str]:
+        """Requests whose asynchronous load ended since the last call, well or not."""
+        ended = [load for load in self._loads if all(e.is_done() for e in load.events)]
+        for load in ended:
+            self._loads.remove(load)
+            self._note_load(load.plan, all(e.is_ok for e in load.events))
+        return {load.plan.request for load in ended} | self._take_failed_requests()
+
+    def take_bad_blocks(self) -> set[int]:
+        """Device blocks whose load failed since the last call."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def take_report(self) -> WorkerReport | None:
+        """What ended since the last call, for the scheduler half."""
+        for lease, store in list(self._stores.items()):
+            if all(event.is_done() for event in store.events):
+                del self._stores[lease]
+                is_ok = not store.is_tainted and all(event.is_ok for event in store.events)
+                self._report.stored[lease] = (1, [is_ok] * store.plan.blocks)
+        self._report.load_failures = self._load_failures
+        report, self._report = self._report, WorkerReport(load_failures=self._load_failures)
+        return report if report.stored or report.loaded else None
+
+    def close(self) -> None:
+        """Let copies end, then give up the mapping."""
+        self._copies.close()
+        self._mapper.close()
+
+    # ---- steps ---------------------------------------------------------------------------------
+
+    def _pool_for(self, generation: int) -> Pool | None:
+        if self._layout is None or generation != self._plan.generation:
+            return None
+        return self._mapper.get(self._plan.pool, generation)
+
+    def _submit_load(self, plan: LoadPlan) -> _Load | None:
+        pool = self._pool_for(plan.generation)
+        if pool is None:
+            return None
+        assert self._layout is not None, "a pool is only looked for with a layout"
+        offset = self._plan.rank_offsets[self._rank]
+        names = self._layout.names
+        groups = [names] if plan.is_async else [[name] for name in names]
+        events = []
+        for group in groups:
+            copies = self._layout.descriptors(group, plan.pages, pool.address, offset)
+            events.append(self._copies.submit(Direction.LOAD, copies))
+        by_layer = {} if plan.is_async else dict(zip(names, events, strict=True))
+        return _Load(plan, events, by_layer)
+
+    def _store_layers(self, names: Sequence[str]) -> None:
+        plan = self._plan.store
+        assert plan is not None, "only called with a store to do"
+        if self._step_store is None:
+            self._step_store = _Store(plan, [])
+            self._stores[plan.lease] = self._step_store
+        self._stored_layers.update(names)
+        pool = self._pool_for(plan.generation)
+        if pool is None:
+            self._step_store.events.append(_FailedCopy())
+            return
+        assert self._layout is not None, "a pool is only looked for with a layout"
+        offset = self._plan.rank_offsets[self._rank]
+        copies = self._layout.descriptors(list(names), plan.pages, pool.address, offset)
+        self._step_store.events.append(self._copies.submit(Direction.STORE, copies))
+
+    def _finish_step_loads(self) -> None:
+        for load in self._step_loads:
+            for event in load.events:
+                event.wait()
+            self._note_load(load.plan, all(e.is_ok for e in load.events))
+        self._step_loads = []
+
+    def _note_load(self, plan: LoadPlan, is_ok: bool) -> None:
+        self._report.loaded[plan.lease] = (1, is_ok)
+        if not is_ok:
+            self._load_failures += 1
+            self._bad_blocks.update(plan.pages.device_blocks)
+            logger.warning("a load failed: blocks=%d; they are computed", len(plan.pages.slots))
+
+    def _fail_load(self, plan: LoadPlan) -> None:
+        self._note_load(plan, False)
+        if plan.is_async:
+            self._failed_requests.add(plan.request)
+
+    def _take_failed_requests(self) -> set[str]:
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
+
+class _FailedCopy:
+    """The event of a copy that was never issued."""
+
+    is_ok = False
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return

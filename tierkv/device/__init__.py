@@ -1,0 +1,1 @@
+"""Moving KV between device memory and slots."""

@@ -1,0 +1,79 @@
+"""The copy engine: what every device must offer.
+
+A copy is a list of descriptors (device address, host address, bytes). An engine works them off in
+the order of submission, one lane per direction, and never makes the caller wait: completion is
+asked for. `CopyEvent.wait` orders the device's compute after a copy; on an accelerator that is a
+wait of the compute stream, on a CPU device the caller is the compute and waits itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Addresses = npt.NDArray[np.int64]
+
+
+class Direction(Enum):
+    STORE = "store"  # device to host
+    LOAD = "load"  # host to device
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptors:
+    """A list of copies.
+
+    Attributes:
+        device, host: addresses, shape (n,).
+        sizes: bytes, shape (n,).
+    """
+
+    device: Addresses
+    host: Addresses
+    sizes: Addresses
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+class CopyEvent(Protocol):
+    """The end of one submitted copy."""
+
+    def is_done(self) -> bool:
+        """Whether the copy ended, well or not. Never blocks."""
+
+    def wait(self) -> None:
+        """Order the compute of this device after the copy. Does not raise if the copy failed."""
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether all bytes are in place; meaningful once done."""
+
+
+class CopyEngine(Protocol):
+    """Asynchronous copies between device memory and the pool."""
+
+    def submit(self, direction: Direction, copies: Descriptors) -> CopyEvent:
+        """Queue copies behind those of the same direction. Memory stays valid until done."""
+
+    def close(self) -> None:
+        """Finish what is queued and end. Blocks."""
+
+
+def merge_runs(device: Addresses, host: Addresses, size: int) -> Descriptors:
+    """Descriptors for equal pages, neighbours on both sides moved as one.
+
+    Args:
+        device, host: page addresses in order, shape (n,).
+        size: bytes of each page.
+    """
+    if len(device) == 0:
+        return Descriptors(device, host, device)
+    joins = (np.diff(device) == size) & (np.diff(host) == size)
+    starts = np.concatenate([[0], np.flatnonzero(~joins) + 1])
+    lengths = np.diff(np.concatenate([starts, [len(device)]]))
+    return Descriptors(device[starts], host[starts], lengths * size)
