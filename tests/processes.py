@@ -211,7 +211,7 @@ class Child:
 class Node:
     """Directories and processes of one test; `close` ends and removes them all."""
 
-    def __init__(self, tmp_path: Path, slots: int = 8, linger_s: float = 300.0) -> None:
+    def __init__(self, tmp_path: Path, slots: int = 8, linger_s: float = 30.0) -> None:
         memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
         self.pool_directory = Path(tempfile.mkdtemp(prefix="tierkv-test-", dir=memory))
         self.run_directory = tmp_path / "run"

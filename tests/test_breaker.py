@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -95,7 +96,7 @@ def test_an_open_breaker_tries_at_doubling_intervals_up_to_a_maximum():
     assert (RETRY_FIRST_S, RETRY_MAX_S) == (0.5, 30.0)
     times = tries(opened(), 160.0)
     assert times[:6] == [0.5, 1.5, 3.5, 7.5, 15.5, 31.5]
-    gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
     assert gaps == sorted(gaps)
     assert set(gaps[5:]) == {RETRY_MAX_S}
 

@@ -19,7 +19,14 @@ from tierkv.hashing import (
     files_fingerprint,
 )
 
-FACTS = {"model": "m", "dtype": "bfloat16", "ranks": 2, "shape": [16, 128], "seed": None, "ok": True}
+FACTS = {
+    "model": "m",
+    "dtype": "bfloat16",
+    "ranks": 2,
+    "shape": [16, 128],
+    "seed": None,
+    "ok": True,
+}
 
 
 # ---- facts -------------------------------------------------------------------------------------

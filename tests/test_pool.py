@@ -52,7 +52,11 @@ def start():
     def start_child(text: str, *arguments: object) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", text, *map(str, arguments)]
         child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         children.append(child)
         return child
@@ -400,7 +404,9 @@ def test_a_pool_of_another_kind_or_version_cannot_be_attached(path, at):
         attach_pool(path)
 
 
-@pytest.mark.parametrize("size", [0, 10, HEADER_BYTES, HEADER_BYTES + MIB - 1, HEADER_BYTES + 2 * MIB])
+@pytest.mark.parametrize(
+    "size", [0, 10, HEADER_BYTES, HEADER_BYTES + MIB - 1, HEADER_BYTES + 2 * MIB]
+)
 def test_a_pool_of_another_size_than_its_header_says_cannot_be_attached(path, size):
     create_pool(path, MIB, MIB)
     os.truncate(path, size)
@@ -451,11 +457,11 @@ def test_what_is_no_regular_file_is_neither_created_over_nor_attached(path, kind
 
 def test_a_refused_attach_leaves_no_file_open(path):
     path.write_bytes(b"x" * 100)
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(20):
         with pytest.raises(PoolError):
             attach_pool(path)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 # ---- mapper locks ------------------------------------------------------------------------------
@@ -563,13 +569,18 @@ while True:
 """
 
 
-@pytest.mark.parametrize("is_session", [False, True], ids=["worker", "session"])
-def test_a_look_at_the_wrong_moment_never_removes_a_lock_that_is_held(tmp_path, start, is_session):
-    """A lost file would make a living engine look dead, and its slots would be given away."""
+@pytest.mark.parametrize(("is_session", "times"), [(False, 2_000), (True, 20_000)])
+def test_a_look_at_the_wrong_moment_never_removes_a_lock_that_is_held(
+    tmp_path, start, is_session, times
+):
+    """A lost file would make a living engine look dead, and its slots would be given away.
+
+    A session's name comes again, so there the moment may also hit the successor's file.
+    """
     MapperLock(tmp_path, ENGINE).release()
     for _ in range(2):
         assert start(LOOKER, tmp_path).stdout.readline() == "ready\n"
-    for _ in range(20_000):
+    for _ in range(times):
         lock = MapperLock(tmp_path, ENGINE, is_session)
         is_there = all(lock.path.exists() for _ in range(5))
         lock.release()
@@ -594,7 +605,7 @@ def test_a_directory_that_others_may_enter_is_closed_or_refused(tmp_path, mode):
     try:
         make_private(folder)
     except PoolError as error:
-        assert str(folder) in str(error)  # noqa: PT017
+        assert str(folder) in str(error)
     else:
         assert mode_of(folder) == 0o700
 

@@ -28,10 +28,10 @@ NODE = '{"dram": 1}'
 class Desk:
     """A server with `slots` slots; time and locks are whatever a test says they are."""
 
-    def __init__(self, slots=4, pinned_share_max=1.0, old=(), strict=False):
-        unit = SLOT_BYTES * slots
-        self.directory = Directory(Limits(unit, unit, pinned_share_max, GENERATION))
-        facts = ServerFacts("/pool", unit, GENERATION, NODE, strict, QUARANTINE_S)
+    def __init__(self, slots=4, units=1, pinned_share_max=1.0, old=(), strict=False):
+        pool = SLOT_BYTES * slots
+        self.directory = Directory(Limits(pool, pool // units, pinned_share_max, GENERATION))
+        facts = ServerFacts("/pool", pool, GENERATION, NODE, strict, QUARANTINE_S)
         self.server = Server(self.directory, facts, old)
         self.now = 0.0
         self.held = {}
@@ -261,8 +261,8 @@ def test_an_older_number_is_ignored(desk):
 def test_a_doubled_release_does_not_count_as_unknown(desk):
     engine = desk.peer()
     engine.store("a")
-    frame = engine.frame(wire.Release, [engine.lookup("a").lease])
-    frame = engine.frame(wire.Release, [next(iter(desk.directory.leases))])
+    lease = engine.lookup("a").lease
+    frame = engine.frame(wire.Release, [lease])
     engine.raw(frame, frame)
     assert desk.count("unknown_leases") == 0
     assert desk.pinned() == 0
@@ -341,8 +341,7 @@ def test_a_thousand_lookups_each_abandoned_leave_no_pins(desk):
     for _ in range(1_000):
         assert engine.lookup("abcd").lease
         engine.say(wire.Abandon, engine.seq)
-    engine.say(wire.Abandon, 3)
-    assert desk.count("abandoned") >= 1_000
+    assert desk.count("abandoned") == 1_000
     assert len(desk.directory.leases) == 1, "the write lease"
     assert desk.pinned() == 1
 
@@ -408,6 +407,16 @@ def test_a_growing_lease_is_told_when_its_writer_fails(desk):
     assert (len(offsets_of(push)), push.done) == (1, True)
 
 
+def test_a_growing_lease_ends_growing_at_the_first_block_that_fails(desk):
+    writer, other, reader = desk.peer("w"), desk.peer("o"), desk.peer("r")
+    granted = writer.reserve("a")
+    other.reserve("b", after="a")
+    assert reader.lookup("ab").pending == 2
+    writer.commit(granted.lease, [0])
+    (push,) = desk.pushed[reader.name]
+    assert (offsets_of(push), push.done) == ([], True), "what is behind can never be reached"
+
+
 def test_the_closed_session_of_a_writer_ends_the_wait_of_its_readers(desk):
     writer, reader = desk.peer("w"), desk.peer("r")
     writer.reserve("a")
@@ -434,6 +443,18 @@ def test_the_youngest_waiting_lease_is_recalled_when_too_much_is_pinned():
     first.lookup("ab")
     young = second.lookup("c").lease
     assert desk.pushed == {second.name: [wire.RecallPush(young)]}
+
+
+def test_a_layout_that_gives_an_extent_up_keeps_no_block_that_cannot_be_reached():
+    desk = Desk(slots=8, units=4)
+    engine, other = desk.peer("e"), desk.peer("f")
+    for text, after in (("ab", ""), ("cd", "b"), ("ef", "d"), ("gh", "f")):
+        assert engine.store(text, after) == 2  # an extent each, the head's the coldest
+    other.attach(b"T" * 32)
+    granted = other.say(wire.Reserve, b"T" * 32, 2, b"x\0y\0", [(b"", 2)])
+    assert min(offsets_of(granted)) >= 0
+    desk.directory.check()
+    assert len(offsets_of(engine.lookup("abcdefgh"))) == engine.say(wire.Check).count - 2
 
 
 # ---- bad input ---------------------------------------------------------------------------------
@@ -507,8 +528,9 @@ def test_an_administrator_cannot_cache(desk):
     assert admin.attach().code == "protocol"
 
 
-def test_keys_that_are_no_prefix_do_not_spoil_the_books(desk):
+def test_keys_that_are_no_prefix_do_not_spoil_the_books():
     """A client may send anything; what it sends must not make `check` fail for the others."""
+    desk = Desk()
     engine = desk.peer()
     engine.store("ab")
     engine.say(wire.Touch, SPACE, 2, b"b\0")
@@ -700,7 +722,6 @@ def test_leases_of_an_older_generation_mean_nothing():
 
 
 def test_a_purge_by_prefix_drops_one_namespace(desk):
-    desk = Desk(slots=4)
     engine, admin = desk.peer(), desk.peer("", "admin")
     engine.store("ab")
     assert admin.say(wire.Purge, "53535").count == 2
@@ -753,6 +774,12 @@ SEED = int(os.environ.get("SIM_SEED", "2026"))
 SPACES = {b"A" * 32: SLOT_BYTES, b"B" * 32: SLOT_BYTES * 3 // 2}
 PROMPTS = [[bytes([p if i > 2 else 0, i]) for i in range(7)] for p in range(4)]
 SIM_QUARANTINE_S = 3.0
+SIM_RUNS = 6
+SIM_STEPS = 4_000
+SIM_MUST_SEE = (
+    "hits", "grants", "reads", "grown", "recalls", "abandons", "reconnects", "late frames",
+    "deaths", "ghost writes", "restarts",
+)  # fmt: skip
 
 
 class SimEngine:
@@ -832,8 +859,8 @@ class Simulation:
     def turn(self, inbox, look=False):
         held = None
         if look:
-            held = {e.name: Held(e.session_lock, int(e.mapper_lock))
-                    for e in [*self.engines, *self.ghosts] if e.session_lock or e.mapper_lock}  # fmt: skip
+            alive = [e for e in [*self.engines, *self.ghosts] if e.session_lock or e.mapper_lock]
+            held = {e.name: Held(e.session_lock, int(e.mapper_lock)) for e in alive}
         for peer, frame in self.server.turn(self.now, inbox, held):
             for engine in self.engines:
                 if engine.link != "down" and peer == self.peer_of(engine):
@@ -1108,14 +1135,15 @@ class Simulation:
         assert sum(s.pinned for s in self.server.directory.spaces.values()) == 0
 
 
-@pytest.mark.parametrize("seed", range(SEED, SEED + 4))
-def test_a_hit_is_the_right_bytes_whatever_is_lost_late_doubled_or_dead(seed):
-    print(f"SIM_SEED={seed}")
-    simulation = Simulation(seed)
-    for _ in range(4_000):
-        simulation.step()
-    simulation.drain()
-    print(dict(simulation.seen))
-    seen = simulation.seen
-    assert min(seen["hits"], seen["grants"], seen["ghost writes"], seen["late frames"]) > 0
-    assert min(seen["deaths"], seen["restarts"], seen["reconnects"], seen["grown"]) > 0
+def test_a_hit_is_the_right_bytes_whatever_is_lost_late_doubled_or_dead():
+    seen = Counter()
+    for seed in range(SEED, SEED + SIM_RUNS):
+        print(f"SIM_SEED={seed}")
+        simulation = Simulation(seed)
+        for _ in range(SIM_STEPS):
+            simulation.step()
+        simulation.drain()
+        seen += simulation.seen
+    print(dict(seen))
+    dull = [name for name in SIM_MUST_SEE if seen[name] == 0]
+    assert not dull, "the simulation proves nothing about these"

@@ -1,4 +1,4 @@
-"""The wire protocol: every message survives the way, everything else is refused and nothing runs."""
+"""The wire protocol: every message survives, everything else is refused, and nothing runs."""
 
 from __future__ import annotations
 
@@ -324,9 +324,9 @@ def test_keys_are_cut_apart_in_order():
     assert split_keys(b"", 33) == []
 
 
-@pytest.mark.parametrize("length", [1, 3, 32, 34, 65])
+@pytest.mark.parametrize("length", [1, 32, 34, 65])
 def test_a_length_that_is_no_multiple_is_refused(length):
-    with pytest.raises(ProtocolError, match=f"{length} bytes are no whole number of 33-byte keys" if length > 3 else "no whole number"):
+    with pytest.raises(ProtocolError, match=f"^{length} bytes are no whole number of 33-byte keys"):
         split_keys(bytes(length), 33)
 
 

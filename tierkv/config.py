@@ -29,7 +29,14 @@ from pydantic import (
 )
 
 from tierkv.errors import ConfigError
-from tierkv.units import format_duration, format_size, parse_duration, parse_share, parse_size
+from tierkv.units import (
+    format_duration,
+    format_share,
+    format_size,
+    parse_duration,
+    parse_share,
+    parse_size,
+)
 
 ENV_PREFIX = "TIERKV_"
 FILE_BYTES_MAX = 1 << 20
@@ -41,12 +48,12 @@ Duration = Annotated[
     float,
     BeforeValidator(parse_duration),
     PlainSerializer(format_duration, return_type=str),
-    Field(ge=0),
+    Field(ge=0, allow_inf_nan=False),
 ]
 Share = Annotated[
     float,
     BeforeValidator(parse_share),
-    PlainSerializer(lambda value: f"{value * 100:g}%", return_type=str),
+    PlainSerializer(format_share, return_type=str),
     Field(gt=0, le=1),
 ]
 WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
@@ -77,6 +84,11 @@ class DramConfig(_Model):
         0.5,
         description="Share of the pool that waiting requests may pin before leases are recalled.",
     )
+
+    @field_validator("directory")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return value.absolute()  # the daemon runs elsewhere than the engine
 
     @field_validator("capacity")
     @classmethod
@@ -119,6 +131,11 @@ class ServiceConfig(_Model):
         description="Time between an engine's death and the reuse of its slots; drivers may "
         "end their transfers late.",
     )
+
+    @field_validator("socket")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return value.absolute() if value is not None else None
 
     @property
     def socket_path(self) -> Path:
@@ -251,14 +268,18 @@ def _keys_below(model: type[BaseModel], prefix: str) -> list[str]:
     return names
 
 
-def _path_of(location: tuple[int | str, ...]) -> str:
+_UNION_BRANCHES = ("int", "float", "literal[", "constrained-", "function-", "lax-or-strict")
+
+
+def _path_of(location: tuple[int | str, ...], is_key: bool) -> str:
+    """Dotted path of an error. The last part is the key itself if `is_key`."""
     text = ""
-    for part in location:
+    for at, part in enumerate(location):
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part in {"int", "float"} or "[" in part or "(" in part:
+        elif part.startswith(_UNION_BRANCHES) and not (is_key and at == len(location) - 1):
             continue  # the branch of a union, not a key
-        elif part not in {"literal", "constrained-str"}:
+        else:
             text += f".{part}" if text else part
     return text
 
@@ -278,7 +299,7 @@ def _one_line(error: ValidationError, source: str) -> str:
     messages = []
     seen = set()
     for item in error.errors(include_url=False):
-        path = _path_of(item["loc"])
+        path = _path_of(item["loc"], item["type"] == "extra_forbidden")
         if item["type"] == "extra_forbidden":
             near = _nearest(path)
             message = f"{path}: unknown key" + (f"; did you mean {near}?" if near else "")
@@ -324,6 +345,8 @@ def load_config(path: str | Path) -> TierKVConfig:
         line = f", line {where.line + 1}, column {where.column + 1}" if where else ""
         problem = getattr(error, "problem", None) or "not readable"
         raise ConfigError(f"{file}{line}: damaged YAML: {problem}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: damaged YAML: {error or 'nested too deeply'}") from error
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -344,6 +367,10 @@ def from_extra_config(extra: Mapping[str, Any]) -> TierKVConfig:
         raise ConfigError(
             f"kv_connector_extra_config: give either config or keys, not both (got {others})"
         )
+    if not isinstance(extra["config"], str | Path):
+        raise ConfigError(
+            f"kv_connector_extra_config.config: must name a file (got {extra['config']!r})"
+        )
     return load_config(extra["config"])
 
 
@@ -360,7 +387,10 @@ def _with_overrides(tree: Mapping[str, Any], environment: Mapping[str, str]) -> 
             below = at.get(part)
             at[part] = dict(below) if isinstance(below, Mapping) else {}
             at = at[part]
-        at[parts[-1]] = yaml.safe_load(text)
+        try:
+            at[parts[-1]] = yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{name}: {text!r} is no YAML value; quote it") from error
     return merged
 
 

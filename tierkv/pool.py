@@ -113,8 +113,12 @@ class Pool:
             self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the file, and with it the owner's lock. The mapping goes with its last view."""
+        """Give up the owner's lock. The mapping goes with its last view.
+
+        The lock is dropped by name: the mapping keeps a duplicate of the descriptor.
+        """
         if self._file >= 0:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
             os.close(self._file)
             self._file = -1
 
@@ -282,18 +286,25 @@ def _lock_files(run_directory: Path) -> Iterator[Path]:
 
 
 def _is_free(path: Path) -> bool:
+    """Whether a lock file is held by nobody; a free one is removed. In doubt it is held."""
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return True
+    except OSError:
+        return False
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
+        if os.fstat(file).st_ino == path.stat().st_ino:  # else its owner made it anew meanwhile
+            path.unlink()
+            return True
+        return False
     except BlockingIOError:
         return False
+    except FileNotFoundError:
+        return True
     finally:
         os.close(file)
-    return True
 
 
 def make_private(folder: Path) -> Path:
@@ -311,6 +322,11 @@ def make_private(folder: Path) -> Path:
         ) from error
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
         raise PoolError(f"{folder}: does not belong to this user; set node.service.socket")
+    if facts.st_mode & 0o077:
+        raise PoolError(
+            f"{folder}: is open to other users (mode {facts.st_mode & 0o777:o}); "
+            "chmod 700 it or set node.service.socket to a path in a private directory"
+        )
     return folder
 
 
@@ -349,6 +365,7 @@ class DaemonLock:
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
     def release(self) -> None:
+        """Stop being the daemon."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

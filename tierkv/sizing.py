@@ -53,8 +53,11 @@ def _container_free(root: Path) -> int | None:
     try:
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)
-            if number == "0" or "memory" in controllers.split(","):
+            is_memory = "memory" in controllers.split(",")
+            if is_memory or (number == "0" and not group):
                 group = path
+            if is_memory:
+                break
     except (OSError, ValueError):
         group = "/"
     names = (("memory.max", "memory.current"),
@@ -106,7 +109,17 @@ def resolve_capacity(configured: int | str, facts: MemoryFacts) -> int:
         limit = max(0, facts.container_limit + facts.reusable)
         bounds.append((limit, "the container's memory limit", "raise the limit"))
     if configured == "auto":
-        return min(int(usable * AUTO_SHARE), *(b[0] for b in bounds)) // MIB * MIB
+        whole = facts.available + facts.reusable
+        if facts.container_limit is not None:
+            whole = min(whole, max(0, facts.container_limit + facts.reusable))
+        size = min(int(whole * AUTO_SHARE), *(b[0] for b in bounds)) // MIB * MIB
+        if size == 0:
+            raise ConfigError(
+                "node.dram.capacity: auto finds no room: "
+                + "; ".join(f"{name} is {approximate_size(bound)}" for bound, name, _ in bounds)
+                + "; free memory or give a size"
+            )
+        return size
     size = int(configured)
     for bound, name, remedy in bounds:
         if size > bound:

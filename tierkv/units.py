@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 _SIZES = {
     "": 1, "b": 1,
@@ -15,8 +16,13 @@ _DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 360
 
 
 def _split(text: str) -> tuple[float, str] | None:
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z%]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,24}(?:\.[0-9]+)?)\s*([A-Za-z%]*)\s*", text)
     return (float(match[1]), match[2].lower()) if match else None
+
+
+def _plain(value: float) -> str:
+    """The exact number without an exponent."""
+    return format(Decimal(repr(value)), "f")
 
 
 def parse_size(value: object) -> object:
@@ -25,6 +31,8 @@ def parse_size(value: object) -> object:
     Raises:
         ValueError: text that is no size.
     """
+    if isinstance(value, bool):
+        raise ValueError("is no size; write for example 64GiB or 512MiB")
     if not isinstance(value, str) or value == "auto":
         return value
     parts = _split(value)
@@ -84,6 +92,13 @@ def format_duration(value: float | str) -> str:
     """``0.05`` becomes ``50ms``."""
     if isinstance(value, str):
         return value
-    if value and value < 1:
-        return f"{value * 1000:g}ms"
-    return f"{value:g}s"
+    milliseconds = round(value * 1000, 6)
+    if 0 < value < 1 and milliseconds == int(milliseconds) and milliseconds / 1000 == value:
+        return f"{int(milliseconds)}ms"
+    return f"{int(value)}s" if value == int(value) else f"{_plain(value)}s"
+
+
+def format_share(value: float) -> str:
+    """``0.15`` becomes ``15%``; what has no short percentage stays a number."""
+    percent = round(value * 100, 6)
+    return f"{percent:g}%" if percent / 100 == value and percent >= 0.01 else _plain(value)

@@ -1,8 +1,8 @@
 """A bare ZMQ echo between two processes: what an empty round trip costs without TierKV.
 
 Both sides do the least that a peer can do which must not block: poll, receive one frame without
-waiting, answer at once. The ratio to a Ping is then TierKV's own work: encoding, sessions, deadlines
-and bookkeeping.
+waiting, answer at once. The ratio to a Ping is then TierKV's own work: encoding, sessions,
+deadlines and bookkeeping.
 """
 
 from __future__ import annotations

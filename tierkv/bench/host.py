@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,14 +56,21 @@ class Host:
         """One empty round trip; everything sent before is done when it returns."""
         self.client.ask(wire.Ping, ANSWER_WAIT_S)
 
-    def ask_count(self, request: type[wire.Check] | wire.Purge) -> int:
-        """Answer to Check or Purge: a number of blocks."""
-        if isinstance(request, wire.Purge):
-            prefix = request.namespace
-            reply = self.client.ask(lambda seq: wire.Purge(seq, prefix), ANSWER_WAIT_S)
-        else:
-            reply = self.client.ask(request, ANSWER_WAIT_S)
-        assert isinstance(reply, wire.Done), "the daemon answers with Done"
+    def check(self) -> int:
+        """Let the daemon recompute its books; the number of blocks.
+
+        Raises:
+            DaemonUnavailableError: they are wrong.
+        """
+        return self._count(wire.Check)
+
+    def purge(self, space: NamespaceId) -> int:
+        """Drop a namespace's blocks; how many there were."""
+        return self._count(lambda seq: wire.Purge(seq, space.hex()))
+
+    def _count(self, make: Callable[[int], wire.Request]) -> int:
+        reply = self.client.ask(make, ANSWER_WAIT_S)
+        assert isinstance(reply, wire.Done), "the daemon answers Check and Purge with Done"
         return reply.count
 
     def read_stats(self) -> dict[str, Any]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 AA_SPREAD_MAX = 0.05
-"""Above this difference between two runs of the same arm a comparison proves nothing."""
+"""Above this spread between two runs of the same arm a comparison proves nothing."""
+
+SAMPLES_MIN = 9
+"""With fewer samples a median proves nothing either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,7 @@ class Figure:
 
     @property
     def is_met(self) -> bool | None:
+        """Whether the target is met; None without a target."""
         return None if self.target is None else self.value <= self.target
 
 
@@ -32,9 +37,18 @@ def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
 
 
 def aa_spread(first: Sequence[float], second: Sequence[float]) -> float:
-    """How far the same arm, measured twice, differs from itself: 0.01 is one percent."""
-    ratio = median_ratio(first, second)
-    return max(ratio, 1 / ratio) - 1
+    """How well this run tells equal arms to be equal: 0.01 is one percent.
+
+    The larger of two numbers: how far the same arm, measured twice, differs from itself, and the
+    half width of the 95 % interval of that median (1.57 quartile ranges by the root of the number
+    of samples, after McGill, Tukey and Larsen). Infinite below `SAMPLES_MIN` samples.
+    """
+    if len(first) < SAMPLES_MIN:
+        return math.inf
+    ratios = [a / b for a, b in zip(first, second, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    doubt = 1.57 * (high - low) / math.sqrt(len(ratios))
+    return max(middle - 1, 1 / middle - 1, doubt)
 
 
 def say(text: str) -> None:
@@ -49,7 +63,9 @@ def print_figures(title: str, figures: Sequence[Figure], remarks: Sequence[str])
     from rich.table import Table
 
     words = {True: "yes", False: "no", None: "-"}
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     for number, column in enumerate(("figure", "median", "target", "met", "")):
         table.add_column(
             column, justify="right" if number in (1, 2) else "left", no_wrap=number == 0

@@ -28,7 +28,7 @@ CHECK_WAIT_S = 300.0  # the whole index is recomputed; other clients wait as lon
 def check(socket: Path, as_json: bool) -> None:
     """Let the daemon recompute its books; exit code 1 if they are wrong.
 
-    Engines wait meanwhile: about 5 s for a million blocks.
+    The daemon answers nobody meanwhile, seconds per 100,000 blocks; engines compute instead.
     """
     from tierkv.errors import DaemonUnavailableError
     from tierkv.service import wire

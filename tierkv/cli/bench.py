@@ -29,9 +29,9 @@ def bench() -> None:
 @click.option(
     "--samples",
     type=click.IntRange(1, 1_000),
-    default=15,
+    default=25,
     show_default=True,
-    help="Samples per figure; the median counts. Below 9 nothing is proved.",
+    help="Samples per figure; the median counts. With fewer than 9 the run is void.",
 )
 def rpc(as_json: bool, blocks_max: int, samples: int) -> int:
     """Measure the daemon's answers from another process: lookup, release, reserve, commit."""

@@ -73,7 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _fail("stopped", 1)
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx is not None else "tierkv"
-        _fail(f"{error.format_message()} See `{path} --help`.", error.exit_code)
+        message = error.format_message()
+        stop = "" if message.endswith((".", "?")) else "."
+        _fail(f"{message}{stop} See `{path} --help`.", error.exit_code)
     except click.ClickException as error:
         _fail(error.format_message(), error.exit_code)
     except TierKVError as error:

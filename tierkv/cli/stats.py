@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -118,7 +118,8 @@ def _table(*columns: str) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right")
+        justify: Literal["left", "right"] = "left" if number == 0 else "right"
+        table.add_column(column, justify=justify, no_wrap=number == 0)
     return table
 
 
@@ -159,7 +160,7 @@ def _totals(tree: dict[str, Any]) -> Table:
 
 
 def _tokens(tree: dict[str, Any]) -> Table:
-    table = _table("prompt tokens from", "device", "DRAM", "computed", "requests")
+    table = _table("tokens by source", "device", "DRAM", "computed", "requests")
     for name, key in (("last 1,000 requests", "tokens_recent"), ("since start", "tokens_total")):
         part = tree[key]
         cells = [

@@ -35,6 +35,7 @@ from tierkv.types import BlockKey, EngineId, LeaseId, NamespaceId
 LEASES_PER_ENGINE_MAX = 8_192
 NAMESPACES_MAX = 1_024
 VICTIMS_SCANNED_MAX = 65_536
+_START: Rows = np.zeros(1, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +176,8 @@ class Directory:
         """
         space = self.spaces[namespace]
         found: list[int | None] = list(map(space.index.get, keys))
-        count = found.index(None) if None in found else len(found)
-        rows = np.array(found[:count], np.int32)
+        rows = self._chain(space, found)
+        count = len(rows)
         resident = space.state[rows] == State.RESIDENT
         ready = count if resident.all() else int(np.argmin(resident))
         self.counters["lookups"] += 1
@@ -202,13 +203,9 @@ class Directory:
     def touch(self, namespace: NamespaceId, keys: Sequence[BlockKey], now: float) -> None:
         """Note one use of a prefix that the device already holds."""
         space = self.spaces[namespace]
-        rows = []
-        for key in keys:
-            row = space.index.get(key)
-            if row is None or space.state[row] != State.RESIDENT:
-                break
-            rows.append(row)
-        self._touch(space, np.array(rows, np.int32), now)
+        rows = self._chain(space, list(map(space.index.get, keys)))
+        resident = space.state[rows] == State.RESIDENT
+        self._touch(space, rows if resident.all() else rows[: int(np.argmin(resident))], now)
 
     def trim(self, lease_id: LeaseId, blocks: int) -> None:
         """Keep the first blocks of a read lease and stop its growth: a copy is about to be issued.
@@ -345,6 +342,14 @@ class Directory:
         lease.space.unpin(lease.rows)
         self._close_lease(lease)
         self._handover.continue_draining(lease.space)
+
+    @staticmethod
+    def _chain(space: Namespace, found: list[int | None]) -> Rows:
+        """The leading rows that are here and follow each other from the start of a prefix."""
+        count = found.index(None) if None in found else len(found)
+        rows: Rows = np.array(found[:count], np.int32)
+        follows = space.parent[rows] == np.concatenate([_START, rows[:-1]])[:count]
+        return rows if follows.all() else rows[: int(np.argmin(follows))]
 
     @staticmethod
     def _filling(lease: Lease) -> Rows:

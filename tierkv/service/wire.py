@@ -21,7 +21,7 @@ from tierkv.types import BlockKey
 
 VERSION_MIN = 1
 VERSION_MAX = 1
-MESSAGE_BYTES_MAX = 8 << 20
+MESSAGE_BYTES_MAX = 16 << 20
 KEYS_MAX = 65_536
 KEY_BYTES_MAX = 65
 LEASES_MAX = 16_384
@@ -56,7 +56,7 @@ class Hello(_Message, frozen=True):
     seq: Seq
     version_min: Count
     version_max: Count
-    engine: Annotated[str, msgspec.Meta(max_length=64, pattern="^[A-Za-z0-9_-]*$")]
+    engine: Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[A-Za-z0-9_-]*\Z")]
     is_return: bool
     held: Leases
     node: Annotated[str, msgspec.Meta(max_length=65_536)]
@@ -161,7 +161,7 @@ class Purge(_Message, frozen=True):
     """`namespace`: leading hex digits of one namespace; empty for all."""
 
     seq: Seq
-    namespace: Annotated[str, msgspec.Meta(max_length=64, pattern="^[0-9a-f]*$")]
+    namespace: Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[0-9a-f]*\Z")]
 
 
 Request = (

@@ -1,0 +1,639 @@
+"""The command line against real daemons, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tierkv import ConfigError, __version__
+from tierkv.bench.rpc import make_keys
+from tierkv.cli import session
+from tierkv.cli.main import main
+from tierkv.config import from_extra_config, load_config
+from tierkv.hashing import digest_of
+from tierkv.service.client import Attachment, Client
+from tierkv.sizing import read_memory_facts, resolve_capacity
+from tierkv.types import EngineId
+
+WAIT_S = 30.0
+SLOT_BYTES = 8192
+COMMAND = [sys.executable, "-m", "tierkv.cli.main"]
+SPACE = digest_of({"test": "cli"})
+OTHER_SPACE = digest_of({"test": "another layout"})
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one call of the command line left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The only line on standard error."""
+        assert self.err.endswith("\n")
+        assert self.err.count("\n") == 1, f"more than one line: {self.err}"
+        assert self.err.startswith("error: ")
+        return self.err[len("error: ") : -1]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A folder with a configuration, where a daemon may run."""
+
+    folder: Path
+    config: Path
+    socket: Path
+
+
+Call = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("TIERKV_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def call(capsys) -> Call:
+    """Run the command line in this process; a traceback would fail the test."""
+
+    def run(*arguments: object) -> Result:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return Result(int(ended.value.code or 0), out, err)
+
+    return run
+
+
+def call_process(*arguments: object, text: str = "") -> Result:
+    """Run the command line in a process of its own."""
+    command = [*COMMAND, *map(str, arguments)]
+    ended = subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert "Traceback" not in ended.stderr
+    return Result(ended.returncode, ended.stdout, ended.stderr)
+
+
+def write_config(folder: Path, **dram: object) -> Path:
+    tree = {
+        "node": {
+            "dram": {"capacity": "4MiB", "directory": str(folder), "extent_unit": "1MiB", **dram},
+            "service": {"socket": str(folder / "d.sock"), "quarantine_min": "0s"},
+        }
+    }
+    path = folder / "tierkv.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    """Short names on purpose: a socket's path has little room."""
+    with tempfile.TemporaryDirectory(prefix="tkv-") as name:
+        folder = Path(name)
+        yield Node(folder, write_config(folder), folder / "d.sock")
+
+
+@contextmanager
+def serving(command: list[str]) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """A daemon that is ready to serve, and the lines that it printed until then."""
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    lines: list[str] = []
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            if "serving:" in line:
+                break
+        else:
+            pytest.fail("the daemon ended: " + "".join(lines))
+        yield process, lines
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        process.wait(WAIT_S)
+        process.stderr.close()
+
+
+@pytest.fixture
+def daemon(node) -> Iterator[Node]:
+    with serving([*COMMAND, "serve", "--config", str(node.config)]):
+        yield node
+
+
+@contextmanager
+def engine_of(node: Node, *spaces: bytes) -> Iterator[Client]:
+    """An engine's session with these namespaces attached."""
+    client = Client(node.socket, EngineId(uuid.uuid4().hex), deadline_s=WAIT_S)
+    try:
+        client.connect(WAIT_S)
+        for number, space in enumerate(spaces):
+            client.attach(Attachment(space, SLOT_BYTES, f"model {number}", is_private=False))
+            assert client.wait_attached(space, WAIT_S)
+        yield client
+    finally:
+        client.close()
+
+
+def store(client: Client, space: bytes, label: str, count: int) -> None:
+    grant = client.reserve(space, [(None, make_keys(label, count))])
+    assert grant is not None
+    assert (grant.offsets >= 0).all()
+    client.commit(grant.lease, [True] * count)
+
+
+@pytest.fixture
+def stocked(daemon) -> Iterator[Node]:
+    """A daemon with 8 blocks in one namespace and 3 in another, and some history."""
+    with engine_of(daemon, SPACE, OTHER_SPACE) as client:
+        store(client, SPACE, "a", 8)
+        store(client, OTHER_SPACE, "b", 3)
+        answer = client.lookup(SPACE, make_keys("a", 10))
+        assert answer is not None
+        assert len(answer.offsets) == 8
+        client.release([answer.lease])
+        client.say_outcome(device=100, dram=300, computed=600)
+        yield daemon
+
+
+# ---- the command itself ------------------------------------------------------------------------
+
+
+def run_python(code: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True
+    )
+    return ended.stdout
+
+
+def test_importing_tierkv_loads_no_torch_zmq_or_vllm():
+    code = "import sys, tierkv; print([m for m in ('torch', 'zmq', 'vllm') if m in sys.modules])"
+    assert run_python(code).strip() == "[]"
+
+
+def test_help_names_every_command_and_loads_nothing_heavy():
+    heavy = ("torch", "vllm", "zmq", "numpy", "pydantic", "rich", "msgspec", "yaml")
+    out = run_python(
+        "import sys\nfrom tierkv.cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert not end.code\n"
+        f"print([m for m in {heavy} if m in sys.modules])"
+    )
+    assert out.splitlines()[-1] == "[]"
+    for name in ("serve", "stats", "check", "purge", "config", "vllm-config", "bench"):
+        assert f"  {name} " in out
+
+
+def test_help_takes_less_than_300_ms():
+    """The best of several runs, because other work on the machine is not ours."""
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        assert call_process("--help").code == 0
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.3
+
+
+def test_no_command_loads_torch_before_it_needs_it():
+    names = ("serve", "stats", "administer", "config", "vllm_config", "bench", "session")
+    modules = [f"tierkv.cli.{name}" for name in names]
+    modules += ["tierkv.service.daemon", "tierkv.service.client", "tierkv.bench.rpc"]
+    code = f"import sys, {', '.join(modules)}; print('torch' in sys.modules)"
+    assert run_python(code).strip() == "False"
+
+
+def test_a_bare_call_prints_the_help(call):
+    assert call().out == call("--help").out
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["serve", "stats", "check", "purge", "config", "config check", "config show", "config schema",
+     "vllm-config", "bench", "bench rpc", "bench copy"],
+)  # fmt: skip
+def test_every_command_has_help(call, command):
+    result = call(*command.split(), "--help")
+    assert result.code == 0
+    assert result.out.startswith(f"Usage: tierkv {command} ")
+    assert result.err == ""
+
+
+def test_version_is_printed(call):
+    assert call("--version").out == f"tierkv, version {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("frob", "frob"),
+        ("--frob", "--frob"),
+        ("stats --wach", "--watch"),
+        ("stats --watch 0", "--watch"),
+        ("config", "Missing command"),
+        ("config check", "FILE"),
+        ("serve --linger soon", "write for example 500ms or 30s"),
+        ("purge", "--namespace or --all"),
+        ("purge --all --namespace ab", "--namespace or --all"),
+        ("purge --namespace xyz", "hexadecimal"),
+        ("vllm-config", "--dram SIZE or --config FILE"),
+        ("vllm-config --dram 1GiB --config x.yaml", "--dram"),
+        ("vllm-config --dram 1GiB --threshold -1", "--threshold"),
+        ("bench rpc --blocks-max 10", "--blocks-max"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(call, command, text):
+    result = call(*command.split())
+    assert result.code == 2
+    assert text in result.error
+    assert "--help" in result.error
+    assert result.out == ""
+
+
+# ---- serve -------------------------------------------------------------------------------------
+
+
+def test_serve_tells_its_capacity_and_leaves_nothing_behind(node):
+    with serving([*COMMAND, "serve", "--config", str(node.config)]) as (process, lines):
+        assert any("capacity=4.0 MiB" in line for line in lines)
+        assert node.socket.exists()
+        assert list(node.folder.glob("*.pool"))
+        process.terminate()
+        assert process.wait(WAIT_S) == 0
+    assert not node.socket.exists()
+    assert not list(node.folder.glob("*.pool"))
+
+
+def test_serve_takes_its_socket_from_the_option(node):
+    socket = node.folder / "run" / "other.sock"
+    command = [*COMMAND, "serve", "--config", str(node.config), "--socket", str(socket)]
+    with serving(command):
+        assert call_process("check", "--socket", socket).code == 0
+        assert not node.socket.exists()
+
+
+def test_serve_ends_by_itself_when_no_engine_comes(node):
+    result = call_process("serve", "--config", node.config, "--linger", "100ms")
+    assert result.code == 0
+    assert "no engine for 0 s: the daemon ends" in result.err
+
+
+def test_a_socket_left_by_a_killed_daemon_is_no_obstacle(node, call):
+    command = [*COMMAND, "serve", "--config", str(node.config)]
+    with serving(command) as (process, _):
+        process.kill()
+        process.wait(WAIT_S)
+    assert node.socket.exists()
+    assert "no daemon serves this socket" in call("stats", "--socket", node.socket).error
+    with serving(command):
+        assert call("check", "--socket", node.socket).code == 0
+
+
+def test_a_second_daemon_on_the_same_socket_is_refused(daemon, call):
+    result = call_process("serve", "--config", daemon.config)
+    assert result.code == 1
+    assert "another daemon serves this socket" in result.error
+    assert call("check", "--socket", daemon.socket).code == 0
+
+
+def test_a_second_daemon_on_the_same_pool_is_refused(daemon, call):
+    """The pool has a lock of its own: losing the socket's lock file does not share it."""
+    daemon.socket.with_suffix(".lock").unlink()
+    result = call_process("serve", "--config", daemon.config)
+    assert result.code == 1
+    assert "another daemon owns this pool" in result.error
+
+
+# ---- configurations that cannot be used --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("node: {dram: {capacty: 4GiB}}", "did you mean node.dram.capacity?"),
+        ("node: {dram: {capacity: 0}}", "must be above 0"),
+        ("node: {dram: {capacity: 4 GiBB}}", "is no size"),
+        ("node:\n  dram: [\n", "damaged YAML"),
+        ("node: \x07", "damaged YAML"),
+        ("- a list", "must hold a mapping"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line_whoever_reads_it(node, call, text, expected):
+    node.config.write_text(text)
+    for command in ("config check {}", "config show {}", "serve --config {}",
+                    "stats --config {}", "vllm-config --config {}"):  # fmt: skip
+        result = call(*command.format(node.config).split())
+        assert result.code == 1
+        assert expected in result.error
+        assert str(node.config) in result.error
+        assert result.out == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("dram.capacity", "1000TiB", "is more than available memory"),
+        ("dram.directory", "{folder}/tierkv.yaml/pool", "node.dram.directory"),
+        ("dram.directory", "{folder}/absent", "create it or name another"),
+        ("dram.directory", "/proc", "node.dram.directory"),
+        ("service.socket", "{folder}/tierkv.yaml/d.sock", "set node.service.socket"),
+        ("service.socket", "/proc/d.sock", "/proc"),
+        ("service.socket", "{folder}/" + "x" * 120, "name a shorter one"),
+    ],
+)
+def test_serve_refuses_what_it_cannot_use_in_one_line(node, monkeypatch, key, value, expected):
+    name = "TIERKV_NODE__" + key.replace(".", "__").upper()
+    monkeypatch.setenv(name, value.format(folder=node.folder))
+    result = call_process("serve", "--config", node.config)
+    assert result.code == 1
+    assert expected in result.error
+
+
+def test_a_missing_configuration_file_is_named(node, call):
+    result = call("serve", "--config", node.folder / "none.yaml")
+    assert result.code == 1
+    assert "none.yaml: cannot be read" in result.error
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_pool_in_a_directory_that_is_not_ours_is_refused(node):
+    folder = node.folder / "closed"
+    folder.mkdir(mode=0o500)
+    result = call_process("serve", "--config", write_config(node.folder, directory=str(folder)))
+    assert result.code == 1
+    assert "make node.dram.directory writable" in result.error
+
+
+@pytest.fixture
+def small_memory(node) -> Iterator[Path]:
+    """A memory file system with little room."""
+    folder = node.folder / "shm"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    is_ours = os.geteuid() == 0 and not subprocess.run(mount, check=False).returncode
+    if is_ours:
+        try:
+            yield folder
+        finally:
+            subprocess.run(["umount", str(folder)], check=True)
+        return
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, place, kind, *_ = line.split()
+        if kind == "tmpfs" and os.access(place, os.W_OK):
+            room = os.statvfs(place)
+            if room.f_bavail * room.f_frsize < 64 << 20:
+                yield Path(place)
+                return
+    pytest.skip("no small memory file system here")
+
+
+def test_a_pool_larger_than_shared_memory_is_refused(node, small_memory):
+    config = write_config(node.folder, directory=str(small_memory), capacity="64MiB")
+    result = call_process("serve", "--config", config)
+    assert result.code == 1
+    assert "64.0 MiB is more than free shared memory" in result.error
+    assert "remount" in result.error
+    assert not list(small_memory.glob("tierkv*"))
+
+
+def test_a_pool_larger_than_the_containers_limit_is_refused(tmp_path):
+    group = tmp_path / "sys/fs/cgroup/box"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemAvailable:   67108864 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("0::/box\n")
+    (group / "memory.max").write_text(f"{1 << 20}\n")
+    (group / "memory.current").write_text(f"{1 << 19}\n")
+    facts = read_memory_facts(tmp_path, tmp_path / "none.pool", root=tmp_path)
+    with pytest.raises(ConfigError, match="more than the container's memory limit") as refused:
+        resolve_capacity(1 << 20, facts)
+    assert "\n" not in str(refused.value)
+    assert resolve_capacity(1 << 18, facts) == 1 << 18
+
+
+# ---- stats -------------------------------------------------------------------------------------
+
+
+def test_stats_as_json_is_what_the_daemon_counts(stocked, call):
+    tree = json.loads(call("stats", "--socket", stocked.socket, "--json").out)
+    assert tree["capacity"] == 4 << 20
+    assert tree["blocks"] == 11
+    assert tree["used"] == 11 * SLOT_BYTES
+    assert tree["sessions"] == 1
+    assert tree["counters"]["blocks_hit"] == 8
+    assert tree["counters"]["miss_absent"] == 2
+    assert tree["counters"]["bytes_stored"] == 11 * SLOT_BYTES
+    assert tree["tokens_recent"]["ratio"] == {"device": 0.1, "dram": 0.3, "computed": 0.6}
+    assert [space["blocks"] for space in tree["namespaces"]] == [8, 3]
+
+
+def test_stats_as_a_table_names_every_number(stocked, call):
+    result = call("stats", "--config", stocked.config)
+    assert result.code == 0
+    rows = {line.split("  ")[0].strip(): line for line in result.out.splitlines() if line.strip()}
+    assert "4.0 MiB" in rows["capacity"]
+    assert "88.0 KiB (2.1%)" in rows["used"]
+    assert "11, 0 pinned" in rows["blocks"]
+    assert "2 not stored" in rows["blocks missed"]
+    assert "88.0 KiB" in rows["bytes in"]
+    assert "64.0 KiB" in rows["bytes out"]
+    assert "0, 0 purged" in rows["evicted"]
+    for name in ("sessions", "leases", "lookups", "blocks hit", "blocks stored", "not stored"):
+        assert name in rows
+    assert "300 (30.0%)" in rows["last 1,000 requests"]
+    assert "300 (30.0%)" in rows["since start"]
+    assert "model 0" in rows[SPACE.hex()[:12]]
+    assert "model 1" in rows[OTHER_SPACE.hex()[:12]]
+
+
+def test_stats_can_be_watched_until_interrupted(daemon):
+    command = [*COMMAND, "stats", "--socket", str(daemon.socket), "--json", "--watch", "0.05"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(3):
+        assert json.loads(process.stdout.readline())["capacity"] == 4 << 20
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0
+    assert errors == ""
+
+
+def test_the_socket_may_come_from_the_environment(daemon, call, monkeypatch):
+    monkeypatch.setenv("TIERKV_NODE__SERVICE__SOCKET", str(daemon.socket))
+    assert call("stats", "--json").code == 0
+
+
+@pytest.mark.parametrize("command", ["stats", "stats --json", "check", "purge --all --yes"])
+def test_without_a_daemon_the_error_says_how_to_start_one(node, call, command):
+    result = call(*command.split(), "--socket", node.socket)
+    assert result.code == 1
+    assert "start one with `tierkv serve`" in result.error
+    assert result.out == ""
+
+
+def test_a_stopped_daemon_is_told_from_an_absent_one(node, call, monkeypatch):
+    monkeypatch.setattr(session, "CONNECT_WAIT_S", 0.2)
+    with serving([*COMMAND, "serve", "--config", str(node.config)]) as (process, _):
+        process.send_signal(signal.SIGSTOP)
+        result = call("stats", "--socket", node.socket)
+        assert result.code == 1
+        assert "is it stopped or busy?" in result.error
+
+
+# ---- check and purge ---------------------------------------------------------------------------
+
+
+def test_check_tells_how_many_blocks_it_checked(stocked, call):
+    assert call("check", "--socket", stocked.socket).out == "ok: 11 blocks\n"
+    assert json.loads(call("check", "--socket", stocked.socket, "--json").out) == {"blocks": 11}
+
+
+_WRONG_BOOKS = """
+import sys
+from tierkv.config import load_config
+from tierkv.service.daemon import serve
+import logging
+logging.basicConfig(level=logging.INFO)
+
+def miscount(daemon):
+    for space in daemon.server.directory.spaces.values():
+        space.pinned = 7
+
+serve(load_config(sys.argv[1]).node, None, miscount)
+"""
+
+
+def test_check_fails_when_the_books_are_wrong(node, call):
+    with (
+        serving([sys.executable, "-c", _WRONG_BOOKS, str(node.config)]),
+        engine_of(node, SPACE),
+    ):
+        result = call("check", "--socket", node.socket)
+        assert result.code == 1
+        assert "pinned total is wrong" in result.error
+        assert result.out == ""
+
+
+def test_purge_of_one_namespace_leaves_the_others(stocked, call):
+    result = call("purge", "--namespace", SPACE.hex()[:8], "--yes", "--socket", stocked.socket)
+    assert result.out == "dropped 8 blocks\n"
+    tree = json.loads(call("stats", "--socket", stocked.socket, "--json").out)
+    assert tree["blocks"] == 3
+    assert tree["counters"]["purged"] == 8
+
+
+def test_purge_of_all_drops_everything(stocked, call):
+    result = call("purge", "--all", "--yes", "--json", "--socket", stocked.socket)
+    assert json.loads(result.out) == {"dropped": 11}
+    assert call("check", "--socket", stocked.socket).out == "ok: 0 blocks\n"
+
+
+def test_purge_of_an_unknown_namespace_is_an_error(stocked, call):
+    absent = "0" * 64
+    result = call("purge", "--namespace", absent, "--yes", "--socket", stocked.socket)
+    assert result.code == 1
+    assert f"0 namespaces begin with {absent}" in result.error
+
+
+def test_purge_asks_before_it_drops(stocked):
+    refused = call_process("purge", "--all", "--socket", stocked.socket, text="n\n")
+    assert refused.code == 1
+    assert "Drop 11 blocks of 2 namespaces?" in refused.err
+    assert refused.err.splitlines()[-1].startswith("error: nothing was dropped")
+    unanswered = call_process("purge", "--all", "--socket", stocked.socket)
+    assert unanswered.code == 1
+    agreed = call_process("purge", "--all", "--socket", stocked.socket, text="y\n")
+    assert agreed.out == "dropped 11 blocks\n"
+
+
+# ---- config ------------------------------------------------------------------------------------
+
+
+def test_config_check_accepts_a_good_file(node, call):
+    assert call("config", "check", node.config).out == "ok\n"
+
+
+def test_what_config_show_prints_is_a_configuration_again(node, call):
+    shown = call("config", "show", node.config).out
+    copy = node.folder / "copy.yaml"
+    copy.write_text(shown)
+    assert load_config(copy) == load_config(node.config)
+    assert json.loads(call("config", "show", node.config, "--json").out) == yaml.safe_load(shown)
+
+
+def test_config_show_applies_defaults_and_environment(call, monkeypatch):
+    monkeypatch.setenv("TIERKV_ENGINE__SWAP_IN_THRESHOLD", "17")
+    tree = yaml.safe_load(call("config", "show").out)
+    assert tree["engine"]["swap_in_threshold"] == 17
+    assert tree["node"]["dram"]["capacity"] == "auto"
+    assert tree["engine"]["request_deadline"] == "50ms"
+
+
+def test_config_schema_describes_sizes_as_people_write_them(call):
+    schema = json.loads(call("config", "schema").out)
+    dram = schema["$defs"]["DramConfig"]
+    assert dram["additionalProperties"] is False
+    kinds = dram["properties"]["capacity"]["anyOf"]
+    assert any(kind.get("type") == "string" and "const" not in kind for kind in kinds)
+
+
+# ---- vllm-config -------------------------------------------------------------------------------
+
+
+def test_vllm_config_as_json_is_a_whole_transfer_config(call):
+    result = call("vllm-config", "--dram", "10GiB", "--threshold", 512, "--format", "json")
+    value = json.loads(result.out)
+    extra = value.pop("kv_connector_extra_config")
+    assert value == {
+        "kv_connector": "TierKVConnector",
+        "kv_connector_module_path": "tierkv.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    config = from_extra_config(extra)
+    assert config.node.dram.capacity == 10 << 30
+    assert config.engine.swap_in_threshold == 512
+
+
+def test_vllm_config_prints_a_command_and_a_file_that_say_the_same(call):
+    out = call("vllm-config", "--dram", "auto", "--socket", "it's.sock").out
+    [line] = [line for line in out.splitlines() if line.startswith("vllm serve")]
+    inline = json.loads(shlex.split(line)[-1])
+    file = yaml.safe_load(out.split("FILE.yaml`:\n")[1])
+    assert file == {"kv-transfer-config": inline}
+    socket = inline["kv_connector_extra_config"]["node"]["service"]["socket"]
+    assert socket == str(Path.cwd() / "it's.sock")
+    only = call("vllm-config", "--dram", "auto", "--socket", "it's.sock", "--format", "yaml").out
+    assert yaml.safe_load(only) == file
+
+
+def test_vllm_config_may_name_a_file(node, call, monkeypatch):
+    monkeypatch.chdir(node.folder)
+    value = json.loads(call("vllm-config", "--config", "tierkv.yaml", "--format", "json").out)
+    assert value["kv_connector_extra_config"] == {"config": str(node.config)}
+    assert from_extra_config(value["kv_connector_extra_config"]) == load_config(node.config)
+
+
+def test_vllm_config_refuses_a_wrong_size(call):
+    result = call("vllm-config", "--dram", "10GiBB")
+    assert result.code == 1
+    assert "node.dram.capacity" in result.error
