@@ -22,7 +22,8 @@ from tests.processes import WAIT_MAX_S, Node, raw_peer, wait_for, wait_for_end
 from tierkv.errors import PoolError
 from tierkv.pool import DaemonLock, MapperLock, create_pool
 from tierkv.service import wire
-from tierkv.service.client import HELLO_WAIT_S, Client, Link
+from tierkv.service.client import Client
+from tierkv.service.connection import HELLO_WAIT_S, Link
 
 SLOTS = 8
 LOAD = ["lookup", "start_read", "finish_read", "release"]

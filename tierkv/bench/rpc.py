@@ -13,6 +13,7 @@ No block's bytes are written: slots are a few bytes, and the index does not care
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
 import json
@@ -77,7 +78,8 @@ class World:
 
     Attributes:
         prompt: the keys of one stored prompt, in both daemons.
-        scattered: keys in the large index that were stored one by one at random times.
+        scattered: keys of a prompt in the large index whose blocks do not lie together: it grew
+            block by block while others were stored.
     """
 
     small: Host
@@ -154,20 +156,26 @@ def _open_world(blocks_max: int, series: Series) -> Iterator[World]:
 
 
 def _fill(world: World, series: Series) -> None:
-    """Fill the large index to its last slot: other prompts, with ours and single blocks between."""
+    """Fill the large index to its last slot: other prompts, and ours among them.
+
+    `prompt` is stored at once, half-way; `scattered` grows by single blocks at random times.
+    """
     others = world.blocks_max - len(world.prompt) - len(world.scattered)
     prompts = -(-others // BATCH)
     dice = random.Random(SEED)
-    singles: dict[int, list[Run]] = {}
-    for key in world.scattered:
-        singles.setdefault(dice.randrange(prompts), []).append((None, [key]))
+    growth = sorted(dice.randrange(prompts) for _ in world.scattered)
+    grown = 0
     for number in range(prompts):
         if number % 100 == 0:
             say(f"filling the index: {number * BATCH:,} of {world.blocks_max:,} blocks")
         keys = make_keys(f"other{number}", min(BATCH, others - number * BATCH))
-        runs: list[Run] = [(None, keys), *singles.get(number, [])]
+        runs: list[Run] = [(None, keys)]
         if number == prompts // 2:
             runs.append((None, world.prompt))
+        more = world.scattered[grown : bisect.bisect_right(growth, number)]
+        if more:
+            runs.append((world.scattered[grown - 1] if grown else None, more))
+            grown += len(more)
         _store(world.large, world.large_space, runs, series)
 
 

@@ -1,8 +1,7 @@
-"""The engine's side of the protocol.
+"""The engine's side of the protocol: verbs, answers and deadlines.
 
 Belongs to one thread. Nothing here blocks but `request`-like calls, and those at most for their
-deadline; everything that is unknown, late or broken is a miss. A lost daemon is found by its lock,
-not by waiting, and started anew where the configuration allows it.
+deadline; everything that is unknown, late or broken is a miss.
 """
 
 from __future__ import annotations
@@ -13,34 +12,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import zmq
 
-from tierkv.errors import DaemonUnavailableError, ProtocolError
-from tierkv.pool import DaemonLock, MapperLock
+from tierkv.errors import DaemonUnavailableError
 from tierkv.service import wire
 from tierkv.service.breaker import Breaker
+from tierkv.service.connection import Connection, Link
 from tierkv.types import BlockKey, EngineId, LeaseId, NamespaceId
 
 logger = logging.getLogger(__name__)
 
-HELLO_WAIT_S = 1.0
-START_PAUSE_MAX_S = 30.0
-LOCK_PERIOD_S = 0.25
 UNACKNOWLEDGED_MAX = 4_096
-ANSWERS_MAX = 16_384
-
-
-class Link(Enum):
-    """State of the connection."""
-
-    DOWN = "down"
-    GREETING = "greeting"
-    UP = "up"
+PING_EVERY = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +63,13 @@ class Grant:
 
 
 class Client:
-    """One engine's session with the daemon, kept up across crashes of the daemon.
+    """One engine's session with the daemon.
 
     Args:
-        run socket: see `node.service.socket`.
+        socket: see `node.service.socket`.
         engine: id of the engine, or None for an administrator.
         node: the engine's `node:` part as canonical JSON.
+        deadline_s: how long one answer is waited for.
         start: starts a daemon, or None to only connect.
     """
 
@@ -99,29 +86,11 @@ class Client:
         self.socket_path = socket
         self.engine = engine
         self.deadline_s = deadline_s
-        self.welcome: wire.Welcome | None = None
-        self.generation = 0
         self.ignored_leases = 0
-        self.refusal: str | None = None
         self.recalled: list[LeaseId] = []
         self.leases: set[LeaseId] = set()
         self.breaker = Breaker()
-        self._node = node
-        self._start = start
-        self._start_wait_s = start_wait_s
-        self._launcher: subprocess.Popen[bytes] | None = None
-        self._daemon_lock = DaemonLock(socket)
-        self._session_lock: MapperLock | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket: zmq.Socket[bytes] | None = None
-        self._link = Link.DOWN
-        self._seq = 0
-        self._hello_seq = 0
-        self._retry_at = 0.0
-        self._pause_s = 0.05
-        self._give_up_at = 0.0
-        self._look_at = 0.0
-        self._had_session = False
+        self._refusal: str | None = None
         self._attachments: dict[NamespaceId, Attachment] = {}
         self._attached: set[NamespaceId] = set()
         self._attaching: dict[int, NamespaceId] = {}
@@ -129,17 +98,36 @@ class Client:
         self._replies: dict[int, wire.Reply] = {}
         self._answers: dict[LeaseId, Answer] = {}
         self._unacknowledged: deque[wire.Commit | wire.Trim] = deque()
+        self._connection = Connection(
+            socket, engine, self, node=node, start=start, start_wait_s=start_wait_s
+        )
 
     # ---- connection ----------------------------------------------------------------------------
 
     @property
     def is_up(self) -> bool:
         """Whether requests have a chance now."""
-        return self._link is Link.UP and not self.breaker.is_open
+        return self.link is Link.UP and not self.breaker.is_open
 
     @property
     def link(self) -> Link:
-        return self._link
+        """State of the connection."""
+        return self._connection.link
+
+    @property
+    def welcome(self) -> wire.Welcome | None:
+        """What the last daemon said of itself."""
+        return self._connection.welcome
+
+    @property
+    def generation(self) -> int:
+        """Generation of the last daemon; leases of another one mean nothing."""
+        return self._connection.generation
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the daemon does not serve this engine, if it does not."""
+        return self._refusal or self._connection.refusal
 
     def is_attached(self, namespace: NamespaceId) -> bool:
         """Whether lookups in this namespace have a chance now."""
@@ -148,18 +136,9 @@ class Client:
     def poll(self) -> None:
         """Take in what came, and get on with connecting. Never waits."""
         now = time.monotonic()
-        if self._link is not Link.DOWN:
-            self._drain()
-            if now >= self._look_at:
-                self._look_at = now + LOCK_PERIOD_S
-                if not self._daemon_lock.is_held():
-                    self._lose("the daemon is gone")
-        if self._link is Link.GREETING and now >= self._give_up_at:
-            self._lose("the daemon does not answer")
-        if self._link is Link.UP and self.breaker.may_try(now):
+        self._connection.poll(now)
+        if self.link is Link.UP and self.breaker.may_try(now):
             self._post(wire.Ping(self._next()))
-        if self._link is Link.DOWN and now >= self._retry_at:
-            self._connect_or_start(now)
 
     def connect(self, wait_s: float) -> None:
         """Connect, waiting at most `wait_s`. For administrators and tests.
@@ -167,13 +146,7 @@ class Client:
         Raises:
             DaemonUnavailableError: no session came about; says why.
         """
-        end = time.monotonic() + wait_s
-        while not self.is_up and self.refusal is None and time.monotonic() < end:
-            self.poll()
-            if self._socket is not None:
-                self._socket.poll(20)
-            else:
-                time.sleep(0.01)
+        self._poll_until(lambda: self.is_up, wait_s)
         if self.refusal is not None:
             raise DaemonUnavailableError(self.refusal)
         if not self.is_up:
@@ -181,71 +154,36 @@ class Client:
                 f"{self.socket_path}: no daemon answers; start one with `tierkv serve`"
             )
 
+    def wait_attached(self, namespace: NamespaceId, wait_s: float) -> bool:
+        """Give a daemon that is just starting some time; whether the namespace is usable."""
+        self._poll_until(lambda: self.is_attached(namespace), wait_s)
+        return self.is_attached(namespace)
+
     def close(self) -> None:
         """End the session politely and free everything."""
-        if self._link is Link.UP:
-            self._post(wire.Bye(self._next()))
-        if self._socket is not None:
-            self._socket.close(linger=200)
-        self._socket = None
-        self._link = Link.DOWN
-        self._context.term()
-        if self._session_lock is not None:
-            self._session_lock.release()
-        if self._launcher is not None:
-            self._launcher.poll()
+        self._connection.close()
 
-    def _connect_or_start(self, now: float) -> None:
-        if self._launcher is not None and self._launcher.poll() is not None:
-            self._launcher = None
-        if self._daemon_lock.is_held():
-            if self.socket_path.exists():  # else it is still preparing its pool
-                self._greet(now)
-            return
-        self._retry_at = now + 0.02
-        if self._start is None or self._launcher is not None or now < self._give_up_at:
-            return
-        try:
-            self._launcher = self._start()
-        except (OSError, DaemonUnavailableError) as error:
-            logger.warning("the daemon cannot be started: %s", error)
-        self._give_up_at = now + min(self._start_wait_s, self._pause_s * 20)
-        self._pause_s = min(self._pause_s * 2, START_PAUSE_MAX_S)
+    def _poll_until(self, is_reached: Callable[[], bool], wait_s: float) -> None:
+        end = time.monotonic() + wait_s
+        self.poll()
+        while not is_reached() and self.refusal is None:
+            left = end - time.monotonic()
+            if left <= 0:
+                return
+            self._connection.wait(min(left, 0.02))
+            self.poll()
 
-    def _greet(self, now: float) -> None:
-        if self.engine is not None and self._session_lock is None:
-            self._session_lock = MapperLock(self.socket_path.parent, self.engine, is_session=True)
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MESSAGE_BYTES_MAX)
-        self._socket.connect(f"ipc://{self.socket_path}")
-        self._link = Link.GREETING
-        self._give_up_at = now + HELLO_WAIT_S
-        self._look_at = now + LOCK_PERIOD_S
-        self._seq = 0
-        committing = {LeaseId(m.lease) for m in self._unacknowledged}
-        held = sorted(self.leases | committing)[: wire.LEASES_MAX]
-        self._hello_seq = self._next()
-        self._post(wire.Hello(
-            self._hello_seq, wire.VERSION_MIN, wire.VERSION_MAX, self.engine or "",
-            self._had_session, list(held), self._node,
-        ))  # fmt: skip
+    def leases_held(self) -> Iterable[LeaseId]:
+        """Leases that a new session should keep: ours, and those whose end may be lost."""
+        return self.leases | {LeaseId(message.lease) for message in self._unacknowledged}
 
-    def _welcomed(self, welcome: wire.Welcome) -> None:
-        if self._had_session and welcome.generation != self.generation:
-            # Another daemon, or the same memory under a new one: no lease of before means anything.
+    def on_welcome(self, welcome: wire.Welcome, is_other_daemon: bool) -> None:
+        """A session is open: attach again, and send again what may be lost."""
+        if is_other_daemon:
             self.leases.clear()
             self._answers.clear()
             self._unacknowledged.clear()
-        self.welcome = welcome
-        self.generation = welcome.generation
-        self._had_session = True
-        self._link = Link.UP
-        self._pause_s = 0.05
-        self.refusal = None
         self.breaker.close()
-        self._attached.clear()
-        self._attaching.clear()
         again, self._unacknowledged = self._unacknowledged, deque()
         for message in again:
             seq = self._next()
@@ -255,27 +193,20 @@ class Client:
                 self._post_kept(wire.Trim(seq, message.lease, message.blocks))
         for attachment in self._attachments.values():
             self._attach(attachment)
-        logger.info("connected: pid=%d generation=%d", welcome.pid, welcome.generation)
 
-    def _lose(self, reason: str) -> None:
-        if self._link is Link.UP:
-            logger.warning("%s; serving without cache until it is back", reason)
-        if self._socket is not None:
-            self._socket.close(linger=0)
-        self._socket = None
-        self._link = Link.DOWN
+    def on_loss(self) -> None:
+        """What was waited for will not come."""
         self._attached.clear()
+        self._attaching.clear()
         self._waiting.clear()
         self._replies.clear()
-        self._retry_at = 0.0
-        self._give_up_at = 0.0
 
     # ---- namespaces ----------------------------------------------------------------------------
 
     def attach(self, attachment: Attachment) -> None:
         """Attach a namespace now and in every later session. One-way; see `is_attached`."""
         self._attachments[attachment.namespace] = attachment
-        if self._link is Link.UP:
+        if self.link is Link.UP:
             self._attach(attachment)
 
     def detach(self, namespace: NamespaceId) -> None:
@@ -289,20 +220,6 @@ class Client:
         self._post(wire.Attach(
             seq, wanted.namespace, wanted.slot_bytes, wanted.label, wanted.is_private
         ))  # fmt: skip
-
-    def wait_attached(self, namespace: NamespaceId, wait_s: float) -> bool:
-        """Give a daemon that is just starting some time; whether the namespace is usable."""
-        end = time.monotonic() + wait_s
-        while not self.is_attached(namespace) and self.refusal is None:
-            left = end - time.monotonic()
-            if left <= 0:
-                return False
-            self.poll()
-            if self._socket is not None:
-                self._socket.poll(int(min(left, 0.02) * 1000))
-            else:
-                time.sleep(min(left, 0.01))
-        return self.refusal is None
 
     # ---- load ----------------------------------------------------------------------------------
 
@@ -371,12 +288,16 @@ class Client:
 
     def release(self, leases: Iterable[LeaseId]) -> None:
         """End read leases. One-way; a lost release is repaired at the next session."""
-        listed = list(leases)
+        listed = set(leases)
+        if not listed:
+            return
+        self.leases -= listed
         for lease in listed:
-            self.leases.discard(lease)
             self._answers.pop(lease, None)
-        if listed and self._link is Link.UP:
-            self._post(wire.Release(self._next(), [int(lease) for lease in listed]))
+        if any(message.lease in listed for message in self._unacknowledged):
+            kept = (m for m in self._unacknowledged if m.lease not in listed)
+            self._unacknowledged = deque(kept)  # a trim sent again would hold the lease
+        self._post(wire.Release(self._next(), [int(lease) for lease in listed]))
 
     def touch(self, namespace: NamespaceId, keys: Sequence[BlockKey]) -> None:
         """Note a use of a prefix that needs no load. One-way."""
@@ -451,71 +372,54 @@ class Client:
     # ---- messages ------------------------------------------------------------------------------
 
     def _next(self) -> int:
-        self._seq += 1
-        return self._seq
+        return self._connection.next_seq()
 
     def _post(self, message: wire.Request) -> bool:
-        if self._socket is None:
-            return False
-        try:
-            self._socket.send(wire.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            self._lose("the daemon takes no messages")
-            return False
-        return True
+        return self._connection.post(message)
 
     def _post_kept(self, message: wire.Commit | wire.Trim) -> None:
         """Send a one-way message that must arrive; it is sent again in the next session."""
         self._unacknowledged.append(message)
         if len(self._unacknowledged) > UNACKNOWLEDGED_MAX:
-            self._lose("the daemon acknowledges nothing")
+            self._connection.lose("the daemon acknowledges nothing")
             return
         self._post(message)
-        if len(self._unacknowledged) % 256 == 0:
+        if len(self._unacknowledged) % PING_EVERY == 0:
             self._post(wire.Ping(self._next()))  # its reply acknowledges them
 
     def _await(self, seq: int, deadline_s: float) -> wire.Reply | None:
         end = time.monotonic() + deadline_s
         while seq in self._waiting and seq not in self._replies:
             left = end - time.monotonic()
-            if left <= 0 or self._socket is None:
+            if left <= 0 or self.link is Link.DOWN:
                 break
-            self._socket.poll(max(1, int(left * 1000)))
-            self._drain()
+            self._connection.wait(left)
         reply = self._replies.pop(seq, None)
         if seq in self._waiting:
             self._waiting.discard(seq)
-            if self._link is Link.UP:
+            if self.link is Link.UP:
                 self.breaker.note(reply is not None, time.monotonic())
             if reply is None:
                 self._post(wire.Abandon(self._next(), seq))
         return reply
 
-    def _drain(self) -> None:
-        while self._socket is not None:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self._take_in(wire.decode_reply(frame))
-            except ProtocolError as error:
-                self._lose(f"the daemon sent {error}")
-
-    def _take_in(self, reply: wire.Reply) -> None:
+    def on_reply(self, reply: wire.Reply) -> None:
+        """Anything but Welcome and the end of the session."""
         match reply:
             case wire.ReadyPush():
                 self._grow(reply)
             case wire.RecallPush():
                 if LeaseId(reply.lease) in self._answers:
                     self.recalled.append(LeaseId(reply.lease))
+            case wire.Failed() if reply.to in self._attaching:
+                self._attachments.pop(self._attaching.pop(reply.to), None)
+                self._refusal = reply.message
+                logger.error("TierKV is off for this engine: %s", reply.message)
             case wire.Welcome():
-                self._welcomed(reply)
-            case wire.Failed():
-                self._failed(reply)
+                return
             case _:
                 self._acknowledge(reply.to)
-                if not isinstance(reply, wire.StatsReply):
+                if not isinstance(reply, wire.StatsReply | wire.Failed):
                     self.ignored_leases = reply.ignored
                 namespace = self._attaching.pop(reply.to, None)
                 if namespace is not None and namespace in self._attachments:
@@ -528,24 +432,6 @@ class Client:
             logger.warning("the daemon answers again")
         if to in self._waiting:
             self._replies[to] = reply
-
-    def _failed(self, reply: wire.Failed) -> None:
-        if reply.code in ("version", "refused") and reply.to == self._hello_seq:
-            if self.refusal is None:
-                logger.error("the daemon refuses this engine: %s", reply.message)
-            self.refusal = reply.message
-            self._lose("refused")
-            self._retry_at = time.monotonic() + START_PAUSE_MAX_S
-        elif reply.code in ("protocol", "closed"):
-            self._lose(f"the daemon closed the session: {reply.message}")
-        elif reply.to in self._attaching:
-            namespace = self._attaching.pop(reply.to)
-            self._attachments.pop(namespace, None)
-            self.refusal = reply.message
-            logger.error("TierKV is off for this engine: %s", reply.message)
-        else:
-            self._acknowledge(reply.to)
-            self._settle(reply.to, reply)
 
     def _acknowledge(self, seq: int) -> None:
         kept = self._unacknowledged

@@ -114,7 +114,7 @@ class Server:
         session = self._sessions.get(peer)
         try:
             message = wire.decode_request(frame)
-            if isinstance(message, wire.Hello):
+            if isinstance(message, wire.Hello) and session is None:
                 self._hello(peer, message)
             elif session is None:
                 self._send(peer, wire.Failed(message.seq, "closed", "say Hello first"))
@@ -261,6 +261,8 @@ class Server:
                 self._send(session.peer, wire.StatsReply(message.seq, body))
             case wire.Check():
                 self._check(session, message)
+            case wire.Hello():
+                raise ProtocolError("a connection is one session; open another for another")
             case wire.Purge():
                 self._purge(session, message)
 
