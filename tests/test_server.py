@@ -228,13 +228,19 @@ def test_without_node_strict_other_node_configurations_are_served(desk):
     assert isinstance(desk.peer(node="{}").ping(), wire.Done)
 
 
-def test_too_many_sessions_are_refused_with_the_number(desk):
+def test_too_many_engines_are_refused_with_the_number(desk):
+    peers = [Peer(desk, f"engine{i}", f"peer-{i}") for i in range(SESSIONS_MAX)]
+    desk.turn([peer.frame(wire.Hello, 1, 1, peer.engine, False, [], "") for peer in peers])
+    answer = Peer(desk, "one-more", "one-more").hello()
+    assert answer.code == "refused"
+    assert str(SESSIONS_MAX) in answer.message
+
+
+def test_forgotten_administrators_never_keep_an_engine_out(desk):
     frames = [Peer(desk, "", f"admin-{i}").frame(wire.Hello, 1, 1, "", False, [], "")
               for i in range(SESSIONS_MAX)]  # fmt: skip
     desk.turn(frames)
-    answer = Peer(desk, "", "one-more").hello()
-    assert answer.code == "refused"
-    assert str(SESSIONS_MAX) in answer.message
+    assert isinstance(Peer(desk, "e", "engine").hello(), wire.Welcome)
 
 
 # ---- sequence numbers --------------------------------------------------------------------------

@@ -44,6 +44,7 @@ FLOORS = {
     "tierkv.tiers": 2,
     "tierkv.tiers.base": 1,
     "tierkv.service.io_process": 2,
+    "tierkv.service.connection": 2,
     "tierkv.service.client": 2,
     "tierkv.device": 2,
     "tierkv.testing": 2,

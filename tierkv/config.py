@@ -25,6 +25,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     ValidationError,
+    WithJsonSchema,
     field_validator,
 )
 
@@ -41,20 +42,27 @@ from tierkv.units import (
 ENV_PREFIX = "TIERKV_"
 FILE_BYTES_MAX = 1 << 20
 
+_AS_TEXT = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number", "minimum": 0}]})
 Size = Annotated[
-    int, BeforeValidator(parse_size), PlainSerializer(format_size, return_type=str), Field(ge=0)
+    int,
+    BeforeValidator(parse_size),
+    PlainSerializer(format_size, return_type=str),
+    Field(ge=0),
+    _AS_TEXT,
 ]
 Duration = Annotated[
     float,
     BeforeValidator(parse_duration),
     PlainSerializer(format_duration, return_type=str),
     Field(ge=0, allow_inf_nan=False),
+    _AS_TEXT,
 ]
 Share = Annotated[
     float,
     BeforeValidator(parse_share),
     PlainSerializer(format_share, return_type=str),
     Field(gt=0, le=1),
+    _AS_TEXT,
 ]
 WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
 
@@ -135,6 +143,8 @@ class ServiceConfig(_Model):
     @field_validator("socket")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.name:
+            raise ValueError("must name a file, for example /run/tierkv/daemon.sock")
         return value.absolute() if value is not None else None
 
     @property

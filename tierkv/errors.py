@@ -25,5 +25,17 @@ class DaemonUnavailableError(TierKVError):
     """The daemon is not there, does not answer, or refuses this client."""
 
 
+class RefusedError(DaemonUnavailableError):
+    """The daemon answered that it will not do this.
+
+    Attributes:
+        code: see `tierkv.service.wire.Failed`.
+    """
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class PoolError(TierKVError):
     """The shared-memory pool cannot be created, adopted or attached."""

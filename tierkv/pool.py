@@ -342,8 +342,18 @@ class DaemonLock:
         self._file = -1
 
     def acquire(self) -> bool:
-        """Take the lock unless another daemon holds it."""
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        """Take the lock unless another daemon holds it.
+
+        Raises:
+            PoolError: the lock file cannot be made.
+        """
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            file = os.open(self.path, flags, 0o600)
+        except OSError as error:
+            raise PoolError(
+                f"{self.path}: cannot be made: {error.strerror}; set node.service.socket"
+            ) from error
         try:
             fcntl.fcntl(file, fcntl.F_OFD_SETLK, _WHOLE_FILE)
         except OSError:

@@ -6,11 +6,14 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from tierkv.core.namespace import Namespace, State
 
 if TYPE_CHECKING:
     from tierkv.core.directory import Directory
+
+States = npt.NDArray[np.int8]
 
 
 def check_directory(directory: Directory) -> None:
@@ -49,42 +52,55 @@ def _check_leases(
 def _check_space(space: Namespace, pins: Counter[int], filling: Counter[int]) -> None:
     rows = len(space.keys)
     state = space.state[:rows]
-    used = [r for e in space.extents for r in range(e.first_row, e.first_row + e.rows)]
-    assert len(set(used)) == len(used), "two extents share a row"
-    outside = np.ones(rows, bool)
-    outside[used] = False
-    assert not state[outside].any(), "a block lies outside the extents"
-    free = [r for r in used if state[r] == State.FREE]
-    drains = [r for e in space.draining() for r in range(e.first_row, e.first_row + e.rows)]
-    assert sorted(space.free) == sorted(set(free) - set(drains)), "free list and states disagree"
-    offsets = np.sort(space.offset[used])
-    assert (np.diff(offsets) >= space.slot_bytes).all(), "slots overlap"
+    _check_slots(space, state)
     counted = np.zeros(rows, np.int32)
-    for row, count in pins.items():
-        counted[row] = count
+    counted[list(pins)] = list(pins.values())
     assert (space.pins[:rows] == counted).all(), "pin count differs from holders"
     assert space.pinned == int(np.count_nonzero(counted)), "pinned total is wrong"
     assert all(n == 1 for n in filling.values()), "two writers of one slot"
-    listed = np.zeros(rows, bool)
+    written = np.zeros(rows, bool)
+    written[list(filling)] = True
+    is_filling, is_resident = state == State.FILLING, state == State.RESIDENT
+    assert (written[is_filling]).all(), "a filling block has no writer"
+    assert not (written & is_resident).any(), "a write lease holds a readable block"
+    assert (counted[state == State.DOOMED] > 0).all(), "a doomed slot nobody holds was not freed"
+    _check_index(space, is_filling | is_resident)
+    _check_order(space, is_resident)
+
+
+def _check_slots(space: Namespace, state: States) -> None:
+    used = np.zeros(len(state), np.int32)
+    drains = np.zeros(len(state), bool)
+    for extent in space.extents:
+        inside = slice(extent.first_row, extent.first_row + extent.rows)
+        used[inside] += 1
+        drains[inside] = extent.is_draining
+    assert (used <= 1).all(), "two extents share a row"
+    assert not state[used == 0].any(), "a block lies outside the extents"
+    is_free = (state == State.FREE) & (used == 1) & ~drains
+    assert sorted(space.free) == np.flatnonzero(is_free).tolist(), "free list and states disagree"
+    offsets = np.sort(space.offset[: len(state)][used == 1])
+    assert (np.diff(offsets) >= space.slot_bytes).all(), "slots overlap"
+
+
+def _check_index(space: Namespace, live: npt.NDArray[np.bool_]) -> None:
+    listed = np.zeros(len(live), bool)
+    keys = space.keys
     for key, row in space.index.items():
-        assert space.keys[row] == key, "index and keys disagree"
-        assert state[row] in (State.FILLING, State.RESIDENT), "only live blocks are listed"
+        assert keys[row] == key, "index and keys disagree"
         listed[row] = True
-    live = (state == State.FILLING) | (state == State.RESIDENT)
-    assert (live == listed).all(), "a live block is not listed"
-    for row in np.flatnonzero(state == State.FILLING):
-        assert filling[int(row)] == 1, "a filling block has one writer"
-    for row in filling:
-        assert state[row] in (State.FILLING, State.DOOMED), "a write lease holds a readable block"
-    for row in np.flatnonzero(state == State.DOOMED):
-        assert counted[row] > 0, "a doomed slot nobody holds was not freed"
-    order = list(space.policy.candidates())
+    assert (live == listed).all(), "index and states disagree on what is here"
+
+
+def _check_order(space: Namespace, is_resident: npt.NDArray[np.bool_]) -> None:
+    order = np.fromiter(space.policy.candidates(), np.int32)
     assert len(order) == len(space.policy), "policy lost count"
-    assert sorted(order) == np.flatnonzero(state == State.RESIDENT).tolist(), (
+    assert np.sort(order).tolist() == np.flatnonzero(is_resident).tolist(), (
         "policy and directory disagree"
     )
-    position = {row: at for at, row in enumerate(order)}
-    for row in order:
-        assert space.has_parent(row), "a resident block's predecessor is gone"
-        parent = int(space.parent[row])
-        assert parent == 0 or position[parent] > position[row], "a predecessor is older"
+    assert len(space.orphans()) == 0, "a resident block's predecessor is gone"
+    position = np.zeros(len(is_resident), np.int64)
+    position[order] = np.arange(1, len(order) + 1)
+    parent = space.parent[order]
+    newer = (parent == 0) | (position[parent] > position[order])
+    assert newer.all(), "a predecessor is older"

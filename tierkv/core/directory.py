@@ -1,4 +1,4 @@
-"""The directory: every state change of every block happens in this file.
+"""The directory: every change of a block's state is decided in this file.
 
 Rule 1: a block is readable only after every byte of it is in its slot (two-phase commit).
 Rule 2: a slot is freed only when nobody may touch it: not pinned, and not leased for writing.
@@ -18,15 +18,14 @@ from tierkv.core.audit import check_directory
 from tierkv.core.eviction.base import Rows
 from tierkv.core.eviction.lru import Lru
 from tierkv.core.extents import ExtentMap
+from tierkv.core.growth import Growth
 from tierkv.core.handover import Handover
 from tierkv.core.leases import (
-    EMPTY_ROWS,
     NO_OFFSETS,
     Event,
     Found,
     Granted,
     Lease,
-    Ready,
     Recall,
 )
 from tierkv.core.namespace import Namespace, State
@@ -82,8 +81,8 @@ class Directory:
         self.may_grant = True
         self._handover = Handover(self.extents, self.spaces, self._evict)
         self._events: list[Event] = []
-        self._lease_count = 0
-        self._stamp = 0
+        self._growth = Growth(self.leases, self._events, self.counters)
+        self._lease_count = self._stamp = 0
 
     # ---- engines and namespaces ----------------------------------------------------------------
 
@@ -196,7 +195,7 @@ class Directory:
         self._touch(space, hit, now)
         self.counters["blocks_hit"] += ready
         self.counters["bytes_hit"] += ready * space.slot_bytes
-        self._let_grow(lease, growing)
+        self._growth.start(lease, growing)
         self._recall_if_crowded()
         return Found(lease.id, space.offset[hit], len(growing))
 
@@ -216,7 +215,7 @@ class Directory:
         if lease is None or lease.is_write:
             self.counters["unknown_leases"] += 1
             return
-        self._stop_growing(lease)
+        self._growth.stop(lease)
         rest = lease.rows[blocks:]
         lease.rows = lease.rows[:blocks]
         lease.is_taken = True
@@ -307,7 +306,8 @@ class Directory:
 
     def take_events(self) -> list[Event]:
         """Events since the last call, oldest first."""
-        events, self._events = self._events, []
+        events = list(self._events)
+        self._events.clear()
         return events
 
     def check(self) -> None:
@@ -338,7 +338,7 @@ class Directory:
         if lease.is_write:
             self._doom(lease.space, self._filling(lease))
         else:
-            self._stop_growing(lease)
+            self._growth.stop(lease)
         lease.space.unpin(lease.rows)
         self._close_lease(lease)
         self._handover.continue_draining(lease.space)
@@ -356,60 +356,6 @@ class Directory:
         is_filling = lease.space.state[lease.rows] == State.FILLING
         filling: Rows = lease.rows[is_filling]
         return filling
-
-    def _let_grow(self, lease: Lease, growing: Rows) -> None:
-        space = lease.space
-        lease.growing = growing.tolist()
-        for row in lease.growing:
-            if space.state[row] == State.RESIDENT:
-                lease.joined.add(row)
-                space.pin(np.array([row], np.int32))
-            else:
-                space.waiters.setdefault(row, []).append(lease.id)
-
-    def _stop_growing(self, lease: Lease, keep: int = 0) -> None:
-        """Cut a lease's growing rows behind the first `keep`."""
-        space = lease.space
-        for row in lease.growing[keep:]:
-            if row in lease.joined:
-                lease.joined.discard(row)
-                space.unpin(np.array([row], np.int32))
-            elif row in space.waiters:
-                waiting = space.waiters[row]
-                waiting.remove(lease.id)
-                if not waiting:
-                    del space.waiters[row]
-        del lease.growing[keep:]
-
-    def _wake(self, space: Namespace, rows: Iterable[int], is_ok: bool) -> None:
-        """Tell the leases that wait for these rows what became of them."""
-        woken: dict[LeaseId, None] = {}
-        for row in rows:
-            for lease_id in space.waiters.pop(row, ()):
-                lease = self.leases[lease_id]
-                woken[lease_id] = None
-                if is_ok:
-                    space.pin(np.array([row], np.int32))
-                    lease.joined.add(row)
-                else:
-                    self._stop_growing(lease, lease.growing.index(row))
-        for lease_id in woken:
-            self._advance(self.leases[lease_id])
-
-    def _advance(self, lease: Lease) -> None:
-        """Move joined rows at the front of the growing ones into the lease, and say so."""
-        count = 0
-        while count < len(lease.growing) and lease.growing[count] in lease.joined:
-            count += 1
-        moved = lease.growing[:count]
-        lease.joined.difference_update(moved)
-        del lease.growing[:count]
-        if moved:
-            lease.rows = np.concatenate([lease.rows, np.array(moved, np.int32)])
-            self.counters["blocks_hit"] += count
-            self.counters["bytes_hit"] += count * lease.space.slot_bytes
-        offsets = lease.space.offset[lease.rows]
-        self._events.append(Ready(lease.engine, lease.id, offsets, not lease.growing))
 
     def _touch(self, space: Namespace, rows: Rows, now: float) -> None:
         if len(rows) == 0:
@@ -514,7 +460,7 @@ class Directory:
         self.counters["blocks_stored"] += good
         self.counters["bytes_stored"] += good * space.slot_bytes
         if space.waiters:
-            self._wake(space, head.tolist(), True)
+            self._growth.wake(space, head.tolist(), True)
 
     def _doom(self, space: Namespace, rows: Rows) -> None:
         """Take listed rows out of the index; free their slots, pinned ones at the last unpin."""
@@ -526,7 +472,7 @@ class Directory:
             space.policy.remove(resident)
         space.unlist(listed)
         if space.waiters:
-            self._wake(space, listed, False)
+            self._growth.wake(space, listed, False)
         space.state[rows] = State.DOOMED
         space.free_rows(rows[space.pins[rows] == 0].tolist())
 
@@ -552,6 +498,3 @@ class Directory:
                 del self.spaces[space.id]
                 return True
         return False
-
-
-__all__ = ["EMPTY_ROWS", "Directory", "Engine", "Limits", "Run"]

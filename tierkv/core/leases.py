@@ -87,5 +87,4 @@ class Recall:
 
 
 Event = Ready | Recall
-EMPTY_ROWS: Rows = np.zeros(0, np.int32)
 NO_OFFSETS: npt.NDArray[np.int64] = np.zeros(0, np.int64)

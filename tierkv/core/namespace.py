@@ -125,6 +125,7 @@ class Namespace:
         self.free = [row for row in self.free if row not in inside]
 
     def is_drained(self, extent: Extent) -> bool:
+        """Whether no slot of an extent is in use."""
         inside = slice(extent.first_row, extent.first_row + extent.rows)
         return not self.state[inside].any()
 
@@ -136,6 +137,7 @@ class Namespace:
         self._free_ranges.append(extent.first_row)
 
     def draining(self) -> list[Extent]:
+        """Extents that are about to change hands."""
         return [extent for extent in self.extents if extent.is_draining]
 
     def free_rows(self, rows: Sequence[int]) -> None:
@@ -177,6 +179,7 @@ class Namespace:
             del index[key]
 
     def pin(self, rows: Rows) -> None:
+        """Add one pin per row."""
         pins = self.pins[rows]
         self.pinned += int(np.count_nonzero(pins == 0))
         self.pins[rows] = pins + 1

@@ -19,6 +19,8 @@ Addresses = npt.NDArray[np.int64]
 
 
 class Direction(Enum):
+    """Which way bytes go."""
+
     STORE = "store"  # device to host
     LOAD = "load"  # host to device
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tierkv.errors import DaemonUnavailableError
+from tierkv.errors import DaemonUnavailableError, RefusedError
 from tierkv.service import wire
 from tierkv.service.breaker import Breaker
 from tierkv.service.connection import Connection, Link
@@ -354,7 +354,8 @@ class Client:
         """Send one request and wait for its reply.
 
         Raises:
-            DaemonUnavailableError: no reply in time, or the daemon refused.
+            DaemonUnavailableError: no reply in time.
+            RefusedError: the daemon will not do it; says why.
         """
         seq = self._next()
         if not self._post(make(seq)):
@@ -366,7 +367,7 @@ class Client:
                 f"{self.socket_path}: no answer within {deadline_s:g} s; is the daemon stopped?"
             )
         if isinstance(reply, wire.Failed):
-            raise DaemonUnavailableError(reply.message)
+            raise RefusedError(reply.message, reply.code)
         return reply
 
     # ---- messages ------------------------------------------------------------------------------

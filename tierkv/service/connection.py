@@ -113,12 +113,11 @@ class Connection:
             self._connect_or_start(now)
 
     def wait(self, wait_s: float) -> None:
-        """Wait for something to come, at most `wait_s`, and take it in."""
+        """Wait for one message, at most `wait_s`, and take it in."""
         if self._socket is None:
             time.sleep(wait_s)
-            return
-        self._socket.poll(max(1, int(wait_s * 1000)))
-        self.drain()
+        elif self._socket.poll(max(1, int(wait_s * 1000))):
+            self._receive()
 
     def post(self, message: wire.Request) -> bool:
         """Send; False if there is nobody to send to. Works behind a Hello not yet answered."""
@@ -133,15 +132,21 @@ class Connection:
 
     def drain(self) -> None:
         """Take in everything that came."""
-        while self._socket is not None:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self._take_in(wire.decode_reply(frame))
-            except ProtocolError as error:
-                self.lose(f"the daemon sent {error}")
+        while self._socket is not None and self._receive():
+            pass
+
+    def _receive(self) -> bool:
+        """Take in one message if there is one."""
+        assert self._socket is not None, "only called while connected"
+        try:
+            frame = self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        try:
+            self._take_in(wire.decode_reply(frame))
+        except ProtocolError as error:
+            self.lose(f"the daemon sent {error}")
+        return True
 
     def lose(self, reason: str) -> None:
         """Give the session up; the next `poll` tries again."""

@@ -22,6 +22,7 @@ from tierkv.core.directory import Directory, Limits
 from tierkv.errors import ConfigError, DaemonUnavailableError
 from tierkv.pool import (
     DaemonLock,
+    Held,
     Pool,
     create_pool,
     held_locks,
@@ -31,12 +32,13 @@ from tierkv.pool import (
 from tierkv.service import wire
 from tierkv.service.server import Frame, Server, ServerFacts
 from tierkv.sizing import read_memory_facts, resolve_capacity
+from tierkv.types import EngineId
 from tierkv.units import approximate_size
 
 logger = logging.getLogger(__name__)
 
 LIVENESS_PERIOD_S = 0.25
-FRAMES_PER_TURN_MAX = 256
+FRAMES_PER_STEP_MAX = 256
 SEND_QUEUE_MAX = 100_000
 SOCKET_PATH_BYTES_MAX = 100  # sun_path has 108, ZMQ adds a prefix of its own
 
@@ -95,26 +97,30 @@ class Daemon:
             config.service.quarantine_min,
         )
         self.server = Server(Directory(limits), facts, old if pool.was_adopted else ())
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
         self._look_at = 0.0
         self.is_stopping = False
 
     def step(self, wait_s: float) -> None:
-        """Wait for messages, at most `wait_s`, and work off one turn."""
-        self._socket.poll(int(wait_s * 1000))
-        inbox: list[Frame] = []
-        with contextlib.suppress(zmq.Again):
-            while len(inbox) < FRAMES_PER_TURN_MAX:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+        """Wait for messages, at most `wait_s`, and work them off, each reply at once."""
+        if self._poller.poll(int(wait_s * 1000)):
+            for _ in range(FRAMES_PER_STEP_MAX):
+                try:
+                    parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
                 if len(parts) == 2:
-                    inbox.append((parts[0], parts[1]))
+                    self._turn([(parts[0], parts[1])], None)
                 else:
                     self.server.directory.counters["protocol_errors"] += 1
         now = time.monotonic()
-        held = None
         if now >= self._look_at:
             self._look_at = now + LIVENESS_PERIOD_S
-            held = held_locks(self.run_directory)
-        for peer, frame in self.server.turn(now, inbox, held):
+            self._turn([], held_locks(self.run_directory))
+
+    def _turn(self, inbox: list[Frame], held: dict[EngineId, Held] | None) -> None:
+        for peer, frame in self.server.turn(time.monotonic(), inbox, held):
             with contextlib.suppress(zmq.Again):  # a client that reads nothing loses its replies
                 self._socket.send_multipart([peer, frame], zmq.NOBLOCK)
 

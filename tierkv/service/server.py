@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 Frame = tuple[bytes, bytes]  # (peer identity, message)
 SESSIONS_MAX = 4_096
+ADMINISTRATORS_MAX = 64
 OUTCOMES_KEPT = 1_000
 
 
@@ -146,6 +147,8 @@ class Server:
         if engine is not None:
             self._open_engine(engine, hello)
             self._peers[engine] = peer
+        else:
+            self._drop_old_administrators()
         self._sessions[peer] = Session(peer, engine, hello.seq)
         logger.info("session opened: engine=%s", engine or "administrator")
         facts = self.facts
@@ -176,6 +179,12 @@ class Server:
             return
         known.is_closed = False
         self.directory.keep_leases(engine, [LeaseId(lease) for lease in hello.held])
+
+    def _drop_old_administrators(self) -> None:
+        """A killed administrator says no Bye and holds no lock; the oldest sessions go first."""
+        peers = [peer for peer, session in self._sessions.items() if session.engine is None]
+        for peer in peers[: max(0, len(peers) - ADMINISTRATORS_MAX + 1)]:
+            del self._sessions[peer]
 
     def _close(self, session: Session) -> None:
         self._sessions.pop(session.peer, None)

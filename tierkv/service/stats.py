@@ -51,6 +51,7 @@ class Report:
         )
 
     def tree(self) -> dict[str, object]:
+        """Counts and shares as plain values."""
         tokens = self.device + self.dram + self.computed
         parts = {"device": self.device, "dram": self.dram, "computed": self.computed}
         ratio = {name: round(n / tokens, 4) if tokens else 0.0 for name, n in parts.items()}
