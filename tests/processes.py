@@ -27,6 +27,7 @@ from tierkv.config import DramConfig, NodeConfig, ServiceConfig
 from tierkv.pool import DaemonLock, MapperLock, attach_pool, make_private
 from tierkv.service import wire
 from tierkv.service.client import Attachment, Client
+from tierkv.service.connection import Link
 from tierkv.service.daemon import Daemon, serve
 from tierkv.service.launcher import start_daemon
 
@@ -159,6 +160,10 @@ class EngineHalf:
     def ping(self) -> None:
         """Returns when the daemon has worked off all that was sent before."""
         self.client.ask(wire.Ping, WAIT_MAX_S)
+
+    def notice_loss(self) -> None:
+        """Wait until the client knows that its daemon is gone."""
+        wait_for(lambda: self.client.link is not Link.UP, self.client, what="the lock to be seen")
 
     def quiesce(self) -> None:
         self.client.say_quiesced()

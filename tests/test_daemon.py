@@ -169,7 +169,7 @@ def test_a_killed_daemon_is_started_anew_and_adopts_the_pool(node):
     engine.lookup("ab")
     os.kill(pid, signal.SIGKILL)
     wait_for_end(pid)
-    wait_for(lambda: engine.client.link is not Link.UP, engine.client, what="the lock to be seen")
+    engine.notice_loss()
     assert engine.load("abc") == 0, "without a daemon everything is a miss"
     engine.connect()
     assert node.note_daemon(engine) != pid
@@ -194,7 +194,8 @@ def test_after_a_restart_nothing_is_granted_under_the_copy_of_another_engine(nod
     pid = node.note_daemon(engine)
     os.kill(pid, signal.SIGKILL)
     wait_for_end(pid)
-    wait_for(lambda: engine.client.link is not Link.UP, engine.client)
+    writer.call("notice_loss")
+    engine.notice_loss()
     engine.connect()
     node.note_daemon(engine)
     engine.quiesce()
@@ -216,7 +217,7 @@ def test_after_a_restart_a_dead_writer_holds_nothing_back_for_long(node):
     pid = node.note_daemon(engine)
     os.kill(pid, signal.SIGKILL)
     wait_for_end(pid)
-    wait_for(lambda: engine.client.link is not Link.UP, engine.client)
+    engine.notice_loss()
     engine.connect()
     node.note_daemon(engine)
     engine.quiesce()
@@ -224,6 +225,22 @@ def test_after_a_restart_a_dead_writer_holds_nothing_back_for_long(node):
     writer.kill()
     wait_for(lambda: node.stats()["is_granting"], what="the quarantine of the writer")
     assert engine.store("klmnopqr") == SLOTS
+
+
+def test_an_idle_engine_notices_a_daemon_that_was_replaced_between_two_looks(node):
+    """Else it never says Quiesced, and nobody on the node can store anything."""
+    daemon = node.start_daemon()
+    engine = node.engine("e")
+    generation = engine.client.generation
+    daemon.kill()
+    node.start_daemon()
+    wait_for(
+        lambda: engine.client.generation == generation + 1 and engine.client.is_up,
+        engine.client,
+        what="the engine to greet the new daemon",
+    )
+    engine.quiesce()
+    assert node.engine("f").store("a") == 1
 
 
 def test_two_engines_that_start_the_daemon_at_once_get_the_same_one(node):
@@ -399,7 +416,7 @@ def test_a_daemon_that_is_asked_to_end_leaves_the_pool_to_those_who_map_it(node)
     assert daemon.process.wait(WAIT_MAX_S) == 0
     assert not node.socket.exists()
     assert engine.pool.path.stat().st_ino == inode
-    wait_for(lambda: engine.client.link is not Link.UP, engine.client)
+    engine.notice_loss()
     node.start_daemon()
     assert engine.connect() == generation + 1
     engine.quiesce()

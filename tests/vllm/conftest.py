@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm.driver import Driver, prompt
+from tests.vllm.driver import Driver, prompt, stop_daemon
 from tierkv.bench.tiny_models import make_model
 
 LENGTHS = (1000, 900, 640, 1100)
@@ -43,13 +43,15 @@ def make_engine(models, run_directory):
     """Starts engines one after the other; the last one is closed at the end of the module."""
     open_drivers = []
 
-    def make(model: str = "gqa", **options) -> Driver:
+    def make(model: str = "gqa", is_alone: bool = False, **options) -> Driver:
+        """`is_alone`: vLLM without TierKV."""
         while open_drivers:
             open_drivers.pop().close()
-        driver = Driver(models[model], run_directory, **options)
+        driver = Driver(models[model], None if is_alone else run_directory, **options)
         open_drivers.append(driver)
         return driver
 
     yield make
     while open_drivers:
         open_drivers.pop().close()
+    stop_daemon(run_directory)

@@ -46,6 +46,21 @@ def difference(one: Result, other: Result) -> float:
     return max(abs(a - b) for a, b in pairs)
 
 
+def daemon_pid(run: Path) -> int:
+    client = Client(run / "d.sock", None)
+    try:
+        client.connect(20)
+        return client.welcome.pid
+    finally:
+        client.close()
+
+
+def stop_daemon(run: Path) -> None:
+    """End the daemon of a run directory, if there is one."""
+    if DaemonLock(run / "d.sock").is_held():
+        os.kill(daemon_pid(run), signal.SIGTERM)
+
+
 class Driver:
     """One engine. `extra` is TierKV's configuration tree, or None for vLLM without TierKV."""
 
@@ -69,7 +84,7 @@ class Driver:
                     **(node or {}),
                     "service": {
                         "socket": str(run / "d.sock"),
-                        "linger": "2s",
+                        "linger": "60s",
                         "quarantine_min": "200ms",
                         **(node or {}).get("service", {}),
                     },
@@ -184,12 +199,7 @@ class Driver:
         self.ask(lambda seq: wire.Purge(seq, ""))
 
     def daemon_pid(self) -> int:
-        client = Client(self.run_directory / "d.sock", None)
-        try:
-            client.connect(20)
-            return client.welcome.pid
-        finally:
-            client.close()
+        return daemon_pid(self.run_directory)
 
     # ---- end -----------------------------------------------------------------------------------
 
@@ -204,5 +214,3 @@ class Driver:
         self.llm = self.engine = self.core = None
         gc.collect()
         cleanup_dist_env_and_memory()
-        if self.run_directory is not None and DaemonLock(self.run_directory / "d.sock").is_held():
-            os.kill(self.daemon_pid(), signal.SIGTERM)

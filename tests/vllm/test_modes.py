@@ -85,9 +85,7 @@ def test_equal_prompts_in_one_batch_are_stored_once(make_engine, baseline):
     driver.check()
 
 
-def test_hashes_and_the_devices_own_hits_are_those_of_vllm_alone(make_engine, models):
-    from tests.vllm.driver import Driver
-
+def test_hashes_and_the_devices_own_hits_are_those_of_vllm_alone(make_engine):
     driver = make_engine()
     driver.purge()
     for tokens in PROMPTS:
@@ -95,20 +93,16 @@ def test_hashes_and_the_devices_own_hits_are_those_of_vllm_alone(make_engine, mo
     hits_before = driver.device_hits()
     with_tierkv = [driver.generate(tokens) for tokens in PROMPTS]
     hits_with = driver.device_hits() - hits_before
-    driver.close()
-    alone = Driver(models["gqa"], None)
-    try:
-        names = [alone.add(tokens) for tokens in PROMPTS]
-        alone.finish(names)
-        hits_before = alone.device_hits()
-        without = [alone.generate(tokens) for tokens in PROMPTS]
-        hits_without = alone.device_hits() - hits_before
-        for one, other in zip(with_tierkv, without, strict=True):
-            assert one.hashes == other.hashes
-            assert one.hashes
-        assert hits_with == hits_without > 0
-    finally:
-        alone.close()
+    alone = make_engine(is_alone=True)
+    names = [alone.add(tokens) for tokens in PROMPTS]
+    alone.finish(names)
+    hits_before = alone.device_hits()
+    without = [alone.generate(tokens) for tokens in PROMPTS]
+    hits_without = alone.device_hits() - hits_before
+    for one, other in zip(with_tierkv, without, strict=True):
+        assert one.hashes == other.hashes
+        assert one.hashes
+    assert hits_with == hits_without > 0
 
 
 def test_a_salt_keeps_requests_apart(make_engine):
