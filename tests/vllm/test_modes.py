@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+
 import numpy as np
 import pytest
 
@@ -15,20 +17,21 @@ from tierkv.types import FRAME_BYTES
 pytestmark = pytest.mark.vllm
 
 
-def damage(driver, block_hash: bytes) -> None:
-    """Overwrite one cached block's payload in the mapped pool, behind the product's back."""
+def damage(driver, prefix: list[bytes]) -> None:
+    """Overwrite the payload of a prefix's last block in the pool, behind the product's back."""
     from pathlib import Path
 
     stats = driver.stats()
     space = max(stats["namespaces"], key=lambda s: s["blocks"])
     namespace = bytes.fromhex(space["namespace"])
-    client = Client(driver.run_directory / "d.sock", "saboteur", deadline_s=5)
+    client = Client(driver.run_directory / "d.sock", uuid.uuid4().hex, deadline_s=5)
     client.connect(10)
     client.attach(Attachment(namespace, space["slot_bytes"], "", False))
     assert client.wait_attached(namespace, 5)
-    answer = client.lookup(namespace, [block_key(block_hash)])
+    answer = client.lookup(namespace, [block_key(block_hash) for block_hash in prefix])
+    assert len(answer.offsets) == len(prefix)
     pool = attach_pool(Path(stats["pool"]))
-    start = int(answer.offsets[0])
+    start = int(answer.offsets[-1])
     payload = pool.bytes[start + FRAME_BYTES : start + space["slot_bytes"]]
     payload[:] = np.frombuffer(payload.tobytes()[::-1], np.uint8)
     client.release([answer.lease])
@@ -63,7 +66,7 @@ def test_outputs_are_equal_with_hits_and_change_with_a_damaged_block(
     driver.check()
 
     driver.forget_device()
-    damage(driver, warm[0].hashes[2])
+    damage(driver, warm[0].hashes[:3])
     hurt = driver.generate(PROMPTS[0])
     assert hurt.cached == 896
     assert difference(expected[0], hurt) > 100 * TOLERANCE

@@ -104,8 +104,8 @@ def summarise(
     }
 
 
-def damage_block(run: Path, block_hash: str) -> bool:
-    """Overwrite the payload of one cached block in the mapped pool file."""
+def damage_block(run: Path, prefix: list[str]) -> bool:
+    """Overwrite the payload of a prefix's last block in the mapped pool file."""
     socket = run / "daemon.sock"
     client = Client(socket, EngineId(f"demo{os.getpid()}"), deadline_s=5.0)
     client.connect(10.0)
@@ -116,12 +116,13 @@ def damage_block(run: Path, block_hash: str) -> bool:
     namespace = NamespaceId(bytes.fromhex(space["namespace"]))
     client.attach(Attachment(namespace, space["slot_bytes"], "demo", False))
     client.wait_attached(namespace, 5.0)
-    answer = client.lookup(namespace, [block_key(bytes.fromhex(block_hash))])
-    if answer is None or not len(answer.offsets):
+    keys = [block_key(bytes.fromhex(block_hash)) for block_hash in prefix]
+    answer = client.lookup(namespace, keys)
+    if answer is None or len(answer.offsets) < len(prefix):
         return False
     pool = attach_pool(Path(stats["pool"]))
-    start = int(answer.offsets[0]) + FRAME_BYTES
-    end = int(answer.offsets[0]) + space["slot_bytes"]
+    start = int(answer.offsets[-1]) + FRAME_BYTES
+    end = int(answer.offsets[-1]) + space["slot_bytes"]
     pool.bytes[start:end] = pool.bytes[start:end][::-1].copy()
     client.release([answer.lease])
     client.close()
@@ -133,7 +134,7 @@ def negative_control(engine: Engine, run: Path, reference: dict[str, Any]) -> di
     engine.reset_device_cache()
     before = engine.generate(reference["prompt"], ANSWER_TOKENS)
     before_difference = differs_by([before], [reference])
-    is_damaged = damage_block(run, before["hashes"][1])
+    is_damaged = damage_block(run, before["hashes"][:2])
     engine.reset_device_cache()
     after = engine.generate(reference["prompt"], ANSWER_TOKENS)
     difference = differs_by([after], [reference])
