@@ -318,6 +318,10 @@ class Node:
         """Fails if the daemon's books are wrong."""
         self.admin.ask(wire.Check, WAIT_MAX_S)
 
+    def wait_granting(self) -> None:
+        """Wait out the quarantine of engines that died just before the daemon did."""
+        wait_for(lambda: self.stats()["is_granting"], what="slots to be granted")
+
     def held(self) -> tuple[int, int]:
         """Leases and pinned blocks."""
         stats = self.stats()

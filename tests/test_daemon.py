@@ -180,6 +180,7 @@ def test_a_killed_daemon_is_started_anew_and_adopts_the_pool(node):
     assert engine.load("abc") == 0, "the memory is adopted, not the contents"
     assert engine.store("abc") == 0, "something may still be in flight"
     engine.quiesce()
+    node.wait_granting()
     assert engine.store("abc") == 3
     assert engine.load("abc") == 3
     assert node.held() == (0, 0)
@@ -204,6 +205,7 @@ def test_after_a_restart_nothing_is_granted_under_the_copy_of_another_engine(nod
     assert engine.store("k") == 0
     writer.call("finish_write")
     writer.call("quiesce")
+    node.wait_granting()
     assert engine.store("klmnopqr") == SLOTS
     assert engine.load("klmnopqr") == SLOTS
     assert engine.load("ab") == 0
@@ -240,6 +242,7 @@ def test_an_idle_engine_notices_a_daemon_that_was_replaced_between_two_looks(nod
         what="the engine to greet the new daemon",
     )
     engine.quiesce()
+    node.wait_granting()
     assert node.engine("f").store("a") == 1
 
 
@@ -420,6 +423,7 @@ def test_a_daemon_that_is_asked_to_end_leaves_the_pool_to_those_who_map_it(node)
     node.start_daemon()
     assert engine.connect() == generation + 1
     engine.quiesce()
+    node.wait_granting()
     assert engine.store("a") == 1
     assert engine.load("a") == 1
 

@@ -725,3 +725,24 @@ def test_a_mapper_that_never_finds_a_pool_can_be_closed(tmp_path, path):
     mapper = PoolMapper(path, tmp_path / "run", ENGINE)
     mapper.close()
     assert held_locks(tmp_path / "run") == {}
+
+
+def test_a_mapper_tells_whether_it_is_idle_and_counts_as_busy_until_it_does(tmp_path):
+    lock = MapperLock(tmp_path, ENGINE)
+    assert held_locks(tmp_path)[ENGINE].idle_mappers == 0
+    lock.note_copies(0)
+    assert held_locks(tmp_path)[ENGINE].idle_mappers == 1
+    lock.note_copies(3)
+    assert held_locks(tmp_path)[ENGINE].idle_mappers == 0
+    lock.release()
+
+
+def test_the_daemon_lock_tells_the_generation_of_its_holder(tmp_path):
+    lock, other = DaemonLock(tmp_path / "d.sock"), DaemonLock(tmp_path / "d.sock")
+    assert other.holder() is None
+    assert lock.acquire()
+    assert other.holder() == 0, "it is starting"
+    lock.tell(7)
+    assert other.holder() == 7
+    lock.release()
+    assert other.holder() is None

@@ -679,6 +679,21 @@ def test_after_a_restart_nothing_is_granted_until_the_old_mappers_have_quiesced(
     assert engine.store("a") == 1
 
 
+def test_an_idle_old_mapper_that_never_speaks_frees_the_pool_after_the_quarantine():
+    """An idle engine makes no steps, so nobody would say Quiesced for it."""
+    desk = Desk(old=["idle"])
+    desk.held["idle"] = Held(True, 2, 1)
+    engine = desk.peer("n")
+    desk.pass_time(1_000_000)
+    assert engine.store("a") == 0, "one of its workers still copies"
+    desk.held["idle"] = Held(True, 2, 2)
+    desk.pass_time(QUARANTINE_S - 0.1)
+    assert engine.store("a") == 0
+    desk.now += 0.2
+    desk.turn(look=True)
+    assert engine.store("a") == 1
+
+
 def test_only_old_mappers_are_asked_to_quiesce():
     desk = Desk(old=["e"])
     desk.held = {"e": Held(True, 1), "n": Held(True, 1)}

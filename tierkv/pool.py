@@ -47,6 +47,7 @@ _LOCK_TRIES_MAX = 100
 _LOOK_PERIOD_S = 0.02
 _FLOCK = struct.Struct("@hhlli4x")  # struct flock on 64-bit Linux
 _WHOLE_FILE = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+_NUMBER = struct.Struct("<Q")
 _numbers = itertools.count()
 
 
@@ -224,7 +225,9 @@ def attach_pool(path: Path) -> Pool:
 class MapperLock:
     """A lock file held for the life of a process (and of children that it forks).
 
-    `role` is `session` for the scheduler half, else a number that makes the name unique.
+    Its last name part is `session` for the scheduler half, else a number that makes the name
+    unique. A process may keep in it how many copies it has in flight, so that a new daemon need
+    not wait for an engine that is idle; one that never does counts as busy for life.
     """
 
     def __init__(self, run_directory: Path, engine: EngineId, is_session: bool = False) -> None:
@@ -232,6 +235,16 @@ class MapperLock:
         role = "session" if is_session else str(next(_numbers))
         self.path = folder / f"{engine}.{os.getpid()}.{role}"
         self._file = self._lock()
+        os.pwrite(self._file, _NUMBER.pack(1), 0)
+        self._copies = mmap.mmap(self._file, _NUMBER.size)
+
+    def note_copies(self, copies: int) -> None:
+        """Say how many copies are in flight.
+
+        Rule: a copy is counted before the pool's generation is looked at, and a daemon raises the
+        generation before it looks at the count. So either it sees the copy, or the copy sees it.
+        """
+        _NUMBER.pack_into(self._copies, 0, copies)
 
     def _lock(self) -> int:
         # A scan that finds the file before it is locked removes it; then we try again.
@@ -256,10 +269,15 @@ class MapperLock:
 
 @dataclass(slots=True)
 class Held:
-    """Locks of one engine that living processes hold."""
+    """Locks of one engine that living processes hold.
+
+    Attributes:
+        idle_mappers: those of `mappers` that have no copy in flight.
+    """
 
     has_session: bool = False
     mappers: int = 0
+    idle_mappers: int = 0
 
 
 def held_locks(run_directory: Path) -> dict[EngineId, Held]:
@@ -274,7 +292,16 @@ def held_locks(run_directory: Path) -> dict[EngineId, Held]:
             held.has_session = True
         else:
             held.mappers += 1
+            held.idle_mappers += _is_idle(path)
     return found
+
+
+def _is_idle(path: Path) -> bool:
+    """Whether the holder says that it has no copy in flight; in doubt it has."""
+    try:
+        return path.read_bytes() == _NUMBER.pack(0)
+    except OSError:
+        return False
 
 
 def _lock_files(run_directory: Path) -> Iterator[Path]:
@@ -360,19 +387,31 @@ class DaemonLock:
             os.close(file)
             return False
         self._file = file
+        os.ftruncate(file, 0)
         return True
+
+    def tell(self, generation: int) -> None:
+        """Write down which generation this daemon serves; held by us."""
+        os.pwrite(self._file, _NUMBER.pack(generation), 0)
 
     def is_held(self) -> bool:
         """Whether some daemon lives; never blocks."""
+        return self.holder() is not None
+
+    def holder(self) -> int | None:
+        """Generation of the living daemon, 0 while it is starting; None if none lives."""
         try:
             file = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
-            return False
+            return None
         try:
             answer = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _WHOLE_FILE)
+            told = os.pread(file, _NUMBER.size, 0)
         finally:
             os.close(file)
-        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+        if _FLOCK.unpack(answer)[0] == fcntl.F_UNLCK:
+            return None
+        return int(_NUMBER.unpack(told)[0]) if len(told) == _NUMBER.size else 0
 
     def release(self) -> None:
         """Stop being the daemon."""
@@ -414,6 +453,11 @@ class PoolMapper:
             self._look()
         return None
 
+    def note_copies(self, copies: int) -> None:
+        """Say how many copies are in flight; before `get`, and again when they ended."""
+        if self._lock is not None:
+            self._lock.note_copies(copies)
+
     def close(self) -> None:
         """Stop looking and give up the lock. Copies must have ended."""
         self._stop.set()
@@ -436,6 +480,7 @@ class PoolMapper:
                 if self._lock is None:
                     make_private(self._run_directory)
                     self._lock = MapperLock(self._run_directory, self._engine)
+                    self._lock.note_copies(0)
                 pool = attach_pool(self._path)
             except PoolError as error:
                 logger.debug("pool not attached yet: %s", error)

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from tierkv.core.eviction.base import Rows
 from tierkv.core.extents import Extent, ExtentMap
 from tierkv.core.namespace import Namespace, State
 from tierkv.types import NamespaceId
 
-ASK_PAUSE_S = 0.1
+ASK_PAUSE_S = 1.0
 
 
 class Handover:
@@ -52,12 +53,13 @@ class Handover:
             return
         space.ask_again_at = now + ASK_PAUSE_S
         owners = {id(e): s for s in self._spaces.values() for e in s.extents}
+        warmth_of = {id(s): s.warmth() for s in self._spaces.values() if s is not space}
         best: tuple[int, list[Extent]] | None = None
         for inside in self._extents.windows(space.units_per_extent):
             donors = [owners[id(extent)] for extent in inside]
             if all(self._may_give(d, space, donors.count(d)) for d in donors):
                 pairs = zip(donors, inside, strict=True)
-                warmth = max((self._warmth(d, e) for d, e in pairs), default=0)
+                warmth = max((self._warmest(warmth_of[id(d)], d, e) for d, e in pairs), default=0)
                 if best is None or warmth < best[0]:
                     best = (warmth, inside)
         for extent in best[1] if best is not None else []:
@@ -96,8 +98,8 @@ class Handover:
         return not asker.extents or left >= self._share(donor)
 
     @staticmethod
-    def _warmth(space: Namespace, extent: Extent) -> int:
-        """Stamp of the warmest unpinned block; 0 if there is none."""
+    def _warmest(warmth: npt.NDArray[np.int64], space: Namespace, extent: Extent) -> int:
+        """Warmth of the warmest unpinned block of an extent; 0 if there is none."""
         inside = slice(extent.first_row, extent.first_row + extent.rows)
         idle = (space.state[inside] == State.RESIDENT) & (space.pins[inside] == 0)
-        return int(np.where(idle, space.stamp[inside], 0).max(initial=0))
+        return int(np.where(idle, warmth[inside], 0).max(initial=0))

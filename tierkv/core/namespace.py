@@ -220,3 +220,16 @@ class Namespace:
             lost |= lost[up]
             up = up[up]
         return np.flatnonzero(lost & resident).astype(np.int32)
+
+    def warmth(self) -> npt.NDArray[np.int64]:
+        """Per row the latest use of a block or of any block that depends on it.
+
+        Pointer doubling: after step i every row has heard from 2**i generations of successors.
+        """
+        resident = self.state == State.RESIDENT
+        latest: npt.NDArray[np.int64] = np.where(resident, self.stamp, 0)
+        up = np.where(resident, self.parent, 0)
+        while up.any():
+            np.maximum.at(latest, up, latest.copy())
+            up = up[up]
+        return latest

@@ -105,7 +105,8 @@ class Connection:
             self.drain()
             if now >= self._look_at:
                 self._look_at = now + LOCK_PERIOD_S
-                if not self._daemon_lock.is_held():
+                holder = self._daemon_lock.holder()
+                if holder is None or (self.link is Link.UP and holder != self.generation):
                     self.lose("the daemon is gone")
         if self.link is Link.GREETING and now >= self._greet_until:
             self.lose("the daemon does not answer")

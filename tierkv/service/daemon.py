@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 LIVENESS_PERIOD_S = 0.25
 FRAMES_PER_STEP_MAX = 256
 SEND_QUEUE_MAX = 100_000
+JUST_DEAD = EngineId("-")  # stands for engines that died shortly before us; no lock names it
 SOCKET_PATH_BYTES_MAX = 100  # sun_path has 108, ZMQ adds a prefix of its own
 
 
@@ -88,6 +89,7 @@ class Daemon:
             pool.generation,
         )
         old = [e for e, held in held_locks(self.run_directory).items() if held.mappers]
+        old.append(JUST_DEAD)
         facts = ServerFacts(
             str(pool.path),
             pool.capacity,
@@ -167,6 +169,7 @@ def open_daemon(config: NodeConfig) -> Iterator[Daemon]:
         )
     try:
         pool = prepare_pool(config)
+        lock.tell(pool.generation)
         try:
             with _bound_socket(socket_path) as socket:
                 yield Daemon(config, pool, socket)

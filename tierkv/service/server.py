@@ -215,9 +215,14 @@ class Server:
         self._forget_old_mappers(held, now)
 
     def _forget_old_mappers(self, held: Mapping[EngineId, Held], now: float) -> None:
-        """Engines of older generations keep all slots back until they are gone or have quiesced."""
+        """Engines of older generations keep all slots back until none of them can touch one.
+
+        That is when they are gone for `quarantine_min`, have said so, or live and have had no copy
+        in flight for as long: a new copy of theirs looks at the pool's generation first.
+        """
         for engine, since in list(self._old_mappers.items()):
-            if held.get(engine, Held()).mappers:
+            locks = held.get(engine, Held())
+            if locks.mappers > locks.idle_mappers:
                 self._old_mappers[engine] = None
             elif since is None:
                 self._old_mappers[engine] = now

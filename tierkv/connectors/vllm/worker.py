@@ -120,6 +120,7 @@ class WorkerHalf:
 
     def start_loads(self) -> None:
         """Submit the loads of the step."""
+        self._count_copies(len(self._plan.loads))
         for plan in self._plan.loads:
             load = self._submit_load(plan)
             if load is None:
@@ -170,6 +171,7 @@ class WorkerHalf:
                 del self._stores[lease]
                 is_ok = not store.is_tainted and all(event.is_ok for event in store.events)
                 self._report.stored[lease] = (1, [is_ok] * store.plan.blocks)
+        self._count_copies(0)
         self._report.load_failures = self._load_failures
         report, self._report = self._report, WorkerReport(load_failures=self._load_failures)
         return report if report.stored or report.loaded else None
@@ -180,6 +182,11 @@ class WorkerHalf:
         self._mapper.close()
 
     # ---- steps ---------------------------------------------------------------------------------
+
+    def _count_copies(self, about_to_start: int) -> None:
+        """Tell in the lock file what is in flight, before the pool's generation is looked at."""
+        in_flight = len(self._loads) + len(self._step_loads) + len(self._stores)
+        self._mapper.note_copies(in_flight + about_to_start)
 
     def _pool_for(self, generation: int) -> Pool | None:
         if self._layout is None or generation != self._plan.generation:
@@ -204,6 +211,7 @@ class WorkerHalf:
     def _store_layers(self, names: Sequence[str]) -> None:
         plan = self._plan.store
         assert plan is not None, "only called with a store to do"
+        self._count_copies(1)
         if self._step_store is None:
             self._step_store = _Store(plan, [])
             self._stores[plan.lease] = self._step_store
