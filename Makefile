@@ -1,0 +1,49 @@
+# Everything a newcomer needs: `make demo` and `make test` set themselves up.
+
+PYTHON ?= python3.11
+LOCK := $(shell sha256sum requirements.lock | cut -c1-12)
+ENV := .envs/$(LOCK)
+READY := $(ENV)/.ready
+BIN := .venv/bin
+
+.PHONY: help setup demo test check mutants bench soak clean
+
+help:
+	@echo "make setup    environment with all that demo and tests need, in $(ENV)"
+	@echo "make demo     a real vLLM on CPU shares one DRAM pool with the next engine"
+	@echo "make test     planted bugs, then all tests"
+	@echo "make check    ruff, formatting, mypy --strict"
+	@echo "make mutants  planted bugs only"
+	@echo "make bench    tierkv bench rpc and copy"
+	@echo "make soak     the state machine with many more examples"
+
+setup: $(READY)
+	@ln -sfn $(ENV) .venv
+
+$(READY): requirements.lock pyproject.toml scripts/setup.sh
+	bash scripts/setup.sh "$(PYTHON)" "$(ENV)"
+	@touch $(READY)
+
+demo: setup
+	$(BIN)/python -m tierkv.bench.demo --output build/demo.json
+
+test: setup mutants
+	$(BIN)/python -m pytest
+
+mutants: setup
+	$(BIN)/python scripts/mutants.py
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/tierkv bench rpc
+	$(BIN)/tierkv bench copy
+
+soak: setup
+	MACHINE_EXAMPLES=5000 $(BIN)/python -m pytest tests/test_core_machine.py
+
+clean:
+	rm -rf build .venv .envs
