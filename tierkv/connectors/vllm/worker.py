@@ -102,6 +102,10 @@ class WorkerHalf:
             tuple(layer.form for layer in layers),
         )
 
+    def is_mapped(self, pool: str, generation: int) -> bool:
+        """Whether copies have a chance now; mapping goes on in the background."""
+        return self._mapper.get(pool, generation) is not None
+
     # ---- one step ------------------------------------------------------------------------------
 
     def fence(self, plan: StepPlan) -> None:

@@ -1,0 +1,418 @@
+"""The two halves of the connector without an engine: real client, daemon, pool and copy engine.
+
+Requests and scheduler outputs are plain stand-ins for vLLM's objects; what vLLM really sends is
+covered by the tests beside this one.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.processes import Node, wait_for
+from tierkv.config import EngineConfig
+from tierkv.connectors.vllm.identity import geometry_by_rank, namespace_of
+from tierkv.connectors.vllm.kv_layout import KvLayout, describe_layers
+from tierkv.connectors.vllm.meta import StepPlan, WorkerGeometry, WorkerReport
+from tierkv.connectors.vllm.scheduler import Roles, SchedulerHalf, Sizes
+from tierkv.connectors.vllm.worker import WorkerHalf
+from tierkv.device.cpu import create_cpu_engine
+from tierkv.errors import LayoutMismatchError
+from tierkv.pool import pool_path
+from tierkv.service import wire
+from tierkv.service.client import Attachment, Client
+from tierkv.types import slot_bytes_of
+
+pytestmark = pytest.mark.vllm
+
+LAYERS, BLOCKS, PAGE = 3, 16, 4096
+RANKS = 2
+SPACE = b"V" * 32
+
+
+@dataclass
+class Request:
+    """What the scheduler half reads of a vLLM request."""
+
+    request_id: str
+    num_tokens: int
+    block_hashes: list[bytes]
+    lora_request: object = None
+    num_prompt_tokens: int = 0
+
+    def __post_init__(self):
+        self.num_prompt_tokens = self.num_tokens
+
+
+@dataclass
+class Output:
+    """What the scheduler half reads of a vLLM scheduler output."""
+
+    num_scheduled_tokens: dict = field(default_factory=dict)
+    scheduled_new_reqs: list = field(default_factory=list)
+    preempted_req_ids: set = field(default_factory=set)
+    scheduled_cached_reqs: object = field(
+        default_factory=lambda: SimpleNamespace(
+            req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set()
+        )
+    )
+
+
+def new_step(name: str, block_ids: list[int], computed: int, tokens: int) -> Output:
+    new = SimpleNamespace(req_id=name, block_ids=(block_ids,), num_computed_tokens=computed)
+    return Output({name: tokens}, [new])
+
+
+def request_of(name: str, blocks: int) -> Request:
+    hashes = [bytes([at]) * 32 for at in range(blocks)]
+    return Request(name, blocks * 16, hashes)
+
+
+class Engine:
+    """A scheduler half and the workers of two ranks over one daemon."""
+
+    def __init__(self, node: Node, name: str, **config) -> None:
+        settings = {"swap_in_threshold": 0, "request_deadline": "5s", **config}
+        self.client = Client(node.socket, name, deadline_s=5.0)
+        sizes = Sizes(engine_block=16, block=16, ranks=RANKS)
+        self.scheduler = SchedulerHalf(
+            self.client, EngineConfig(**settings), sizes, Roles(True, True)
+        )
+        self.tensors, self.workers = [], []
+        for rank in range(RANKS):
+            store = torch.zeros(LAYERS, BLOCKS, PAGE, dtype=torch.uint8)
+            self.tensors.append(store)
+            worker = WorkerHalf(
+                name,
+                pool_path(node.config.dram.directory, node.socket),
+                node.run_directory,
+                copies=create_cpu_engine(),
+                is_layerwise_store=False,
+                rank=rank,
+            )
+            worker.register({f"l{at}": store[at].view(BLOCKS, 1, PAGE) for at in range(LAYERS)},
+                            BLOCKS)  # fmt: skip
+            self.workers.append(worker)
+        part = LAYERS * PAGE
+        attachment = Attachment(SPACE, slot_bytes_of(RANKS * part), "test", False)
+        assert self.scheduler.attach(attachment, (0, part), 20.0)
+
+    def run(self, plan: StepPlan, ranks=range(RANKS)) -> list[WorkerReport]:
+        """One step on some ranks, copies ended."""
+        reports = []
+        for rank in ranks:
+            worker = self.workers[rank]
+            worker.fence(plan)
+            worker.begin_step(plan)
+            worker.start_loads()
+            for layer in range(LAYERS):
+                worker.wait_for_layer(f"l{layer}")
+            worker.end_forward()
+            reports.append(self.report_of(worker))
+        return reports
+
+    @staticmethod
+    def report_of(worker: WorkerHalf) -> WorkerReport:
+        found = []
+
+        def look() -> bool:
+            worker.take_loaded()
+            report = worker.take_report()
+            found.extend([report] if report else [])
+            return bool(found)
+
+        wait_for(look, what="a copy to end")
+        return found[0]
+
+    def fill(self, block: int, value: int) -> None:
+        for rank, store in enumerate(self.tensors):
+            for layer in range(LAYERS):
+                store[layer, block] = (value + 40 * rank + 10 * layer) % 251
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.scheduler.close()
+
+
+@pytest.fixture
+def node(tmp_path):
+    node = Node(tmp_path, slots=32)
+    node.start_daemon()
+    yield node
+    node.close()
+
+
+@pytest.fixture
+def make(node):
+    engines = []
+
+    def build(name="e", **config):
+        engines.append(Engine(node, name, **config))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def store(engine: Engine, name: str, block_ids: list[int]) -> StepPlan:
+    request = request_of(name, len(block_ids))
+    engine.scheduler.new_request(request)
+    assert engine.scheduler.matched_tokens(request, 0) == (0, False)
+    engine.scheduler.allocated(request, block_ids, 0)
+    return engine.scheduler.plan_step(new_step(name, block_ids, 0, 16 * len(block_ids)))
+
+
+def warm_up(engine: Engine) -> None:
+    """Wait until the workers have mapped the pool in the background."""
+    welcome = engine.client.welcome
+    for worker in engine.workers:
+        wait_for(lambda w=worker: w.is_mapped(welcome.pool, welcome.generation), what="the map")
+
+
+def found_by(node: Node, blocks: int) -> int:
+    keys = [bytes([at]) * 32 + b"\0" for at in range(blocks)]
+    client = Client(node.socket, uuid.uuid4().hex, deadline_s=5)
+    try:
+        client.attach(Attachment(SPACE, slot_bytes_of(RANKS * LAYERS * PAGE), "test", False))
+        assert client.wait_attached(SPACE, 10)
+        answer = client.lookup(SPACE, keys)
+        client.release([answer.lease] if answer.lease else [])
+        return len(answer.offsets)
+    finally:
+        client.close()
+
+
+def test_a_block_is_readable_only_when_every_rank_has_stored_it(make, node):
+    engine = make()
+    warm_up(engine)
+    plan = store(engine, "r", [3, 4])
+    (first,) = engine.run(plan, [0])
+    engine.scheduler.take_report(first)
+    assert engine.scheduler.has_copies
+    assert found_by(node, 2) == 0, "one rank's bytes are missing"
+    (second,) = engine.run(plan, [1])
+    engine.scheduler.take_report(second)
+    assert not engine.scheduler.has_copies
+    wait_for(lambda: node.stats()["counters"]["blocks_stored"] == 2, engine.client)
+    assert found_by(node, 2) == 2
+
+
+def test_reports_of_one_step_are_added_up(make, node):
+    engine = make()
+    warm_up(engine)
+    plan = store(engine, "r", [3, 4])
+    first, second = engine.run(plan)
+    engine.scheduler.take_report(first.aggregate(second))
+    wait_for(lambda: node.stats()["counters"]["blocks_stored"] == 2, engine.client)
+
+
+def test_a_block_that_one_rank_failed_to_store_is_not_published(make, node):
+    engine = make()
+    warm_up(engine)
+    plan = store(engine, "r", [3, 4])
+    first, second = engine.run(plan)
+    lease = plan.store.lease
+    second.stored[lease] = (1, [True, False])
+    engine.scheduler.take_report(first.aggregate(second))
+    wait_for(lambda: node.stats()["leases"] == 0, engine.client)
+    assert node.stats()["counters"]["blocks_stored"] == 1
+
+
+def test_every_byte_of_every_rank_and_layer_comes_back(make, node):
+    engine = make()
+    warm_up(engine)
+    blocks = [5, 2, 9]
+    for at, block in enumerate(blocks):
+        engine.fill(block, at + 1)
+    before = [t.clone() for t in engine.tensors]
+    first, second = engine.run(store(engine, "r", blocks))
+    engine.scheduler.take_report(first.aggregate(second))
+    engine.scheduler.request_finished(request_of("r", 3))
+
+    other = make("f")
+    warm_up(other)
+    request = request_of("s", 3)
+    other.scheduler.new_request(request)
+    assert other.scheduler.matched_tokens(request, 0) == (48, True)
+    other.scheduler.allocated(request, [1, 7, 8], 48)
+    plan = other.scheduler.plan_step(Output())
+    reports = other.run(plan)
+    for rank in range(RANKS):
+        for source, target in zip(blocks, [1, 7, 8], strict=True):
+            assert torch.equal(before[rank][:, source], other.tensors[rank][:, target])
+    assert sum(int(t.sum()) for t in other.tensors) > 0
+    other.scheduler.take_report(reports[0].aggregate(reports[1]))
+    wait_for(lambda: node.held() == (0, 0), other.client)
+
+
+def test_a_load_waits_for_the_report_of_every_rank_before_its_lease_ends(make, node):
+    engine = make()
+    warm_up(engine)
+    first, second = engine.run(store(engine, "r", [1]))
+    engine.scheduler.take_report(first.aggregate(second))
+    request = request_of("s", 1)
+    engine.scheduler.new_request(request)
+    assert engine.scheduler.matched_tokens(request, 0) == (16, True)
+    engine.scheduler.allocated(request, [6], 16)
+    reports = engine.run(engine.scheduler.plan_step(Output()))
+    engine.scheduler.request_finished(request)  # an abort: the copies go on
+    engine.scheduler.take_report(reports[0])
+    assert node.held() == (1, 1)
+    engine.scheduler.take_report(reports[1])
+    wait_for(lambda: node.held() == (0, 0), engine.client)
+
+
+def test_a_step_that_uses_a_block_again_names_the_stores_that_read_it(make):
+    engine = make()
+    warm_up(engine)
+    plan = store(engine, "r", [3, 4])
+    other = request_of("s", 2)
+    other.block_hashes = [b"x" * 32, b"y" * 32]
+    engine.scheduler.new_request(other)
+    engine.scheduler.matched_tokens(other, 0)
+    engine.scheduler.allocated(other, [8, 4], 0)
+    again = engine.scheduler.plan_step(new_step("s", [8, 4], 0, 32))
+    assert again.fences == (plan.store.lease,)
+    untouched = engine.scheduler.plan_step(Output())
+    assert untouched.fences == ()
+    preempted = engine.scheduler.plan_step(Output(preempted_req_ids={"r"}))
+    assert plan.store.lease in preempted.fences
+    for step in (plan, again):
+        for report in engine.run(step):
+            engine.scheduler.take_report(report)
+    assert engine.scheduler.plan_step(Output(preempted_req_ids={"r"})).fences == ()
+
+
+def test_asking_again_costs_no_message_and_gives_the_same_answer(make, node):
+    engine = make()
+    warm_up(engine)
+    first, second = engine.run(store(engine, "r", [1]))
+    engine.scheduler.take_report(first.aggregate(second))
+    request = request_of("s", 1)
+    engine.scheduler.new_request(request)
+    before = node.stats()["counters"]["lookups"]
+    answers = {engine.scheduler.matched_tokens(request, 0) for _ in range(170)}
+    assert answers == {(16, True)}
+    assert node.stats()["counters"]["lookups"] - before <= 1
+    engine.scheduler.request_finished(request)  # aborted while it waits for admission
+    wait_for(lambda: node.held() == (0, 0), engine.client)
+
+
+def test_a_block_that_another_engine_is_writing_is_asked_for_again_once(make):
+    writer, reader = make("w"), make("r")
+    warm_up(writer)
+    plan = store(writer, "r", [1])
+    request = request_of("s", 1)
+    reader.scheduler.new_request(request)
+    assert reader.scheduler.matched_tokens(request, 0) == (None, False)
+    first, second = writer.run(plan)
+    writer.scheduler.take_report(first.aggregate(second))
+    writer.client.ask(wire.Ping, 5)
+    reader.client.ask(wire.Ping, 5)
+    assert reader.scheduler.matched_tokens(request, 0) == (16, True)
+    reader.scheduler.request_finished(request)
+
+
+def test_at_most_so_many_loads_are_parked(make):
+    engine = make(parked_loads_max=1)
+    warm_up(engine)
+    first, second = engine.run(store(engine, "r", [1]))
+    engine.scheduler.take_report(first.aggregate(second))
+    one, two = request_of("s", 1), request_of("t", 1)
+    for request in (one, two):
+        engine.scheduler.new_request(request)
+    assert engine.scheduler.matched_tokens(one, 0) == (16, True)
+    engine.scheduler.allocated(one, [6], 16)
+    assert engine.scheduler.matched_tokens(two, 0) == (None, False)
+    for report in engine.run(engine.scheduler.plan_step(Output())):
+        engine.scheduler.take_report(report)
+    assert engine.scheduler.matched_tokens(two, 0) == (16, True)
+
+
+def test_unknown_requests_are_ignored(make):
+    engine = make()
+    ghost = request_of("ghost", 2)
+    assert engine.scheduler.matched_tokens(ghost, 0) == (0, False)
+    engine.scheduler.allocated(ghost, [1, 2], 0)
+    engine.scheduler.request_finished(ghost)
+    plan = engine.scheduler.plan_step(new_step("ghost", [1, 2], 0, 32))
+    assert plan.store is None
+
+
+# ---- layouts that are refused ------------------------------------------------------------------
+
+
+def test_overlapping_tensors_are_refused_by_name():
+    storage = torch.zeros(4 * 64)
+    tensors = {"one": storage[:128].view(4, 1, 32), "two": storage[64:192].view(4, 1, 32)}
+    with pytest.raises(LayoutMismatchError, match="one and two share memory"):
+        describe_layers(tensors, 4)
+
+
+def test_interleaved_layers_do_not_overlap():
+    storage = torch.arange(4 * 2 * 32, dtype=torch.float32).view(4, 2, 32)
+    layers = describe_layers({"one": storage[:, 0], "two": storage[:, 1]}, 4)
+    assert [layer.page_bytes for layer in layers] == [128, 128]
+    assert layers[0].block_stride == 256
+
+
+def test_a_page_that_is_not_contiguous_is_refused():
+    tensor = torch.zeros(4, 32, 16).transpose(1, 2)
+    with pytest.raises(LayoutMismatchError, match="not contiguous"):
+        describe_layers({"one": tensor}, 4)
+
+
+def test_separate_key_and_value_tensors_are_refused_for_now():
+    with pytest.raises(LayoutMismatchError, match="tuple instead of one tensor"):
+        describe_layers({"one": (torch.zeros(4, 8), torch.zeros(4, 8))}, 4)
+
+
+def test_blocks_split_by_the_kernel_are_described_as_the_engine_counts_them():
+    (layer,) = describe_layers({"one": torch.zeros(16, 8)}, 4)
+    assert layer.page_bytes == 4 * 32
+    assert layer.blocks == 4
+
+
+def geometry(page: int) -> WorkerGeometry:
+    return WorkerGeometry(("l0",), (page,), ("form",))
+
+
+def test_unequal_ranks_are_refused_with_both_values():
+    with pytest.raises(LayoutMismatchError, match=r"rank 1 .*\(64,\).*\(128,\)"):
+        geometry_by_rank({(0, 0): geometry(128), (0, 1): geometry(64)}, 2)
+
+
+def test_a_missing_rank_is_refused():
+    with pytest.raises(LayoutMismatchError, match="1 of 2 ranks"):
+        geometry_by_rank({(0, 0): geometry(128)}, 2)
+
+
+def test_stages_of_a_pipeline_may_differ():
+    found = geometry_by_rank({(1, 0): geometry(64), (0, 0): geometry(128)}, 2)
+    assert [g.page_bytes for g in found] == [(128,), (64,)]
+
+
+def test_every_ingredient_changes_the_namespace():
+    facts = {"dtype": "bf16", "block_tokens": 128}
+    same = namespace_of(dict(reversed(list(facts.items()))), None)
+    assert namespace_of(facts, None) == same
+    assert namespace_of({**facts, "dtype": "fp16"}, None) != same
+    assert namespace_of(facts, "epoch") != same
+
+
+def test_neighbouring_pages_move_as_one():
+    tensor = torch.zeros(8, 64, dtype=torch.uint8)
+    layout = KvLayout(describe_layers({"l": tensor}, 8), 4)
+    from tierkv.connectors.vllm.kv_layout import Pages
+
+    pages = Pages((2, 3, 4, 7), (0, 0, 0, 0), (0, 1, 2, 3))
+    copies = layout.descriptors(["l"], pages, 0, 0)
+    assert copies.sizes.tolist() == [192, 64]
+    assert np.diff(copies.host).tolist() == [192]
