@@ -6,6 +6,7 @@ process to which it does happen is the control.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -19,11 +20,12 @@ import pytest
 
 from tests.core_world import SPACE, keys_of
 from tests.processes import WAIT_MAX_S, Node, raw_peer, wait_for, wait_for_end
-from tierkv.errors import PoolError
+from tierkv.errors import DaemonUnavailableError, PoolError
 from tierkv.pool import DaemonLock, MapperLock, create_pool
 from tierkv.service import wire
 from tierkv.service.client import Client
 from tierkv.service.connection import HELLO_WAIT_S, Link
+from tierkv.service.daemon import node_text
 
 SLOTS = 8
 LOAD = ["lookup", "start_read", "finish_read", "release"]
@@ -498,3 +500,34 @@ def test_garbage_of_an_engine_closes_its_own_session_and_frees_nothing(node):
     lock.release()
     wait_for(lambda: node.held() == (0, 0), what="its end")
     assert engine.load("ab") == 2
+
+
+def test_an_engine_with_another_node_part_attaches_with_one_warning_naming_both_values(
+    node, caplog
+):
+    node.start_daemon()
+    other = node.config.model_copy(
+        update={"dram": node.config.dram.model_copy(update={"hugepages": "auto"})}
+    )
+    client = Client(node.socket, "other", node=node_text(other))
+    try:
+        with caplog.at_level("WARNING", logger="tierkv"):
+            client.connect(WAIT_MAX_S)
+            lose_session(client, node)
+            client.connect(WAIT_MAX_S)
+        warnings = [r.getMessage() for r in caplog.records if "node:" in r.getMessage()]
+        assert len(warnings) == 1
+        assert "dram.hugepages: auto / off" in warnings[0]
+    finally:
+        client.close()
+
+
+def lose_session(client: Client, node: Node) -> None:
+    """Let somebody else take the session, so that the client has to return."""
+    hijacker = raw_peer(node.socket)
+    hijacker.send(wire.encode(wire.Hello(1, 1, 1, client.engine, True, [], "")))
+    assert hijacker.poll(WAIT_MAX_S * 1000)
+    hijacker.close()
+    with contextlib.suppress(DaemonUnavailableError):
+        client.ask(wire.Ping, 1.0)
+    wait_for(lambda: client.link is not Link.UP, client)

@@ -485,8 +485,8 @@ class PoolMapper:
             except PoolError as error:
                 logger.debug("pool not attached yet: %s", error)
                 continue
-            pool.prefault(self._stop)
             self._mapped.append(pool)
-            self._pool = pool
+            self._pool = pool  # usable now; a page that is not there yet comes on first use
             logger.info("pool mapped: path=%s generation=%d", pool.path, pool.generation)
+            pool.prefault(self._stop)
             return

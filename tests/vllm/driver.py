@@ -11,6 +11,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.processes import wait_for
 from tierkv.bench.demo.engine import start_engine
 from tierkv.bench.tiny_models import VOCABULARY
 from tierkv.pool import DaemonLock
@@ -105,6 +106,16 @@ class Driver:
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self._count = 0
+        if run is not None:
+            self._wait_mapped()
+
+    def _wait_mapped(self) -> None:
+        """The worker maps the pool in the background; until then its copies fail."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group().worker_half
+        stats = self.stats()
+        wait_for(lambda: worker.is_mapped(stats["pool"], stats["generation"]), what="the pool")
 
     # ---- requests ------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from tierkv.connectors.vllm import TierKVConnector
 from tierkv.device.base import Descriptors, Direction
 
 CURRENT: dict[str, object] = {}
-WAIT_S = 60
+WAIT_S = 15
 
 
 class GatedEvent:

@@ -120,7 +120,7 @@ def test_a_block_is_not_used_again_before_its_store_has_read_it(make_engine, bas
         driver.step()
 
     def open_when_somebody_waits() -> None:
-        assert gate.waiting.wait(60), "nobody waited for the store"
+        assert gate.waiting.wait(15), "nobody waited for the store"
         gate.open_gate(Direction.STORE)
 
     helper = threading.Thread(target=open_when_somebody_waits)

@@ -6,6 +6,7 @@ deadline; everything that is unknown, late or broken is a miss.
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from tierkv.config import differing_keys
 from tierkv.errors import DaemonUnavailableError, RefusedError
 from tierkv.service import wire
 from tierkv.service.breaker import Breaker
@@ -91,6 +93,8 @@ class Client:
         self.leases: set[LeaseId] = set()
         self.breaker = Breaker()
         self._refusal: str | None = None
+        self._node = node
+        self._warned_of: str | None = None
         self._attachments: dict[NamespaceId, Attachment] = {}
         self._attached: set[NamespaceId] = set()
         self._attaching: dict[int, NamespaceId] = {}
@@ -179,6 +183,7 @@ class Client:
 
     def on_welcome(self, welcome: wire.Welcome, is_other_daemon: bool) -> None:
         """A session is open: attach again, and send again what may be lost."""
+        self._compare_nodes(welcome.node)
         if is_other_daemon:
             self.leases.clear()
             self._answers.clear()
@@ -193,6 +198,20 @@ class Client:
                 self._post_kept(wire.Trim(seq, message.lease, message.blocks))
         for attachment in self._attachments.values():
             self._attach(attachment)
+
+    def _compare_nodes(self, theirs: str) -> None:
+        """One warning if the daemon runs with another `node:` part; the starter's rules."""
+        if not self._node or theirs in (self._node, self._warned_of):
+            return
+        self._warned_of = theirs
+        try:
+            found = differing_keys(json.loads(self._node), json.loads(theirs))
+        except ValueError:
+            found = ["not readable"]
+        logger.warning(
+            "the daemon was started with another node: part, which counts (ours / the daemon's): "
+            "%s", "; ".join(found),
+        )  # fmt: skip
 
     def on_loss(self) -> None:
         """What was waited for will not come."""

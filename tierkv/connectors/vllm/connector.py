@@ -242,9 +242,14 @@ class TierKVConnector(KVConnectorBase_V1):
         label = f"{self._vllm_config.model_config.model} {self._sizes.block} tokens"
         wanted = Attachment(namespace, self._slot_bytes, label[-200:], epoch is not None)
         is_usable = self.scheduler_half.attach(wanted, self._rank_offsets, wait_s)
+        slots = self.scheduler_half.pool_bytes // self._slot_bytes
         logger.info(
-            "TierKV %s: namespace=%s block_tokens=%d slot=%s store=%s load=%s threshold=%d",
+            "TierKV %s: pool=%s blocks=%d tokens=%d namespace=%s block_tokens=%d slot=%s store=%s "
+            "load=%s threshold=%d",
             "ready" if is_usable else "waits for its daemon",
+            approximate_size(self.scheduler_half.pool_bytes),
+            slots,
+            slots * self._sizes.block,
             namespace.hex()[:12],
             self._sizes.block,
             approximate_size(self._slot_bytes),

@@ -102,6 +102,12 @@ class SchedulerHalf:
         return self._client.wait_attached(attachment.namespace, wait_s)
 
     @property
+    def pool_bytes(self) -> int:
+        """Size of the node's pool; 0 until a daemon told it."""
+        welcome = self._client.welcome
+        return welcome.capacity if welcome is not None else 0
+
+    @property
     def has_copies(self) -> bool:
         """Whether stores are not committed yet, so that the engine must go on stepping."""
         return bool(self._stores)
