@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
@@ -14,6 +15,7 @@ from pathlib import Path
 from tests.processes import wait_for
 from tierkv.bench.demo.engine import start_engine
 from tierkv.bench.tiny_models import VOCABULARY
+from tierkv.errors import DaemonUnavailableError
 from tierkv.pool import DaemonLock
 from tierkv.service import wire
 from tierkv.service.client import Client
@@ -197,12 +199,16 @@ class Driver:
             client.close()
 
     def stats(self) -> dict:
+        """The daemon's numbers, everything counted that the engine has said so far."""
+        client = self.core.scheduler.connector.scheduler_half.client
+        with contextlib.suppress(DaemonUnavailableError):
+            client.ask(wire.Ping, 5)
         return json.loads(self.ask(wire.Stats).body)
 
     def check(self) -> None:
         """The books are right and nothing is pinned or leased."""
-        self.ask(wire.Check)
         stats = self.stats()
+        self.ask(wire.Check)
         assert stats["pinned_blocks"] == 0, stats
         assert stats["leases"] == 0, stats
 

@@ -67,7 +67,7 @@ class SchedulerHalf:
     """One engine's view of the cache."""
 
     def __init__(self, client: Client, config: EngineConfig, sizes: Sizes, roles: Roles) -> None:
-        self._client = client
+        self.client = client
         self._config = config
         self._sizes = sizes
         self._roles = roles
@@ -95,16 +95,16 @@ class SchedulerHalf:
         """
         if self._attachment is not None:
             self._forget_all()
-            self._client.detach(self._attachment.namespace)
+            self.client.detach(self._attachment.namespace)
         self._attachment = attachment
         self._rank_offsets = rank_offsets
-        self._client.attach(attachment)
-        return self._client.wait_attached(attachment.namespace, wait_s)
+        self.client.attach(attachment)
+        return self.client.wait_attached(attachment.namespace, wait_s)
 
     @property
     def pool_bytes(self) -> int:
         """Size of the node's pool; 0 until a daemon told it."""
-        welcome = self._client.welcome
+        welcome = self.client.welcome
         return welcome.capacity if welcome is not None else 0
 
     @property
@@ -113,7 +113,7 @@ class SchedulerHalf:
         return bool(self._stores)
 
     def close(self) -> None:
-        self._client.close()
+        self.client.close()
 
     def _forget_all(self) -> None:
         """Drop every undecided lookup: the namespace changed."""
@@ -153,9 +153,9 @@ class SchedulerHalf:
             return
         namespace = self._attachment.namespace
         if len(keys) * self._sizes.block < self._config.swap_in_threshold:
-            self._client.touch(namespace, keys)  # too short to pay, yet a use of the prefix
+            self.client.touch(namespace, keys)  # too short to pay, yet a use of the prefix
             return
-        state.ticket = self._client.send_lookup(namespace, keys)
+        state.ticket = self.client.send_lookup(namespace, keys)
 
     def _keys(self, state: RequestState, count: int) -> list[BlockKey]:
         """Keys of the leading blocks, as far as the engine knows their hashes."""
@@ -197,7 +197,7 @@ class SchedulerHalf:
     def _take_answer(self, state: RequestState) -> None:
         if not state.ticket:
             return
-        state.answer = self._client.take_answer(state.ticket)
+        state.answer = self.client.take_answer(state.ticket)
         state.ticket = 0
         if state.answer is not None:
             state.blocks_stored = max(state.blocks_stored, len(state.answer.offsets))
@@ -229,11 +229,11 @@ class SchedulerHalf:
     def _give_up(self, state: RequestState) -> None:
         """Release what a lookup holds; nothing was issued under it."""
         if state.ticket:
-            self._client.forget_lookup(state.ticket)
+            self.client.forget_lookup(state.ticket)
             state.ticket = 0
         if state.answer is not None and state.answer.lease:
             self._owner.pop(state.answer.lease, None)
-            self._client.release([state.answer.lease])
+            self.client.release([state.answer.lease])
         state.answer = None
 
     # ---- admission -----------------------------------------------------------------------------
@@ -271,7 +271,7 @@ class SchedulerHalf:
         )
         lease = answer.lease
         self._owner.pop(lease, None)
-        self._client.trim(lease, (places[-1]) // per + 1)
+        self.client.trim(lease, (places[-1]) // per + 1)
         state.answer = None
         state.loading = lease
         request = state.request.request_id
@@ -289,7 +289,7 @@ class SchedulerHalf:
         for request in preempted:
             self._preempted(request)
         fenced |= self._fenced_by_reuse()
-        welcome = self._client.welcome
+        welcome = self.client.welcome
         plan = StepPlan(
             pool=welcome.pool if welcome is not None else "",
             generation=self._generation,
@@ -378,7 +378,7 @@ class SchedulerHalf:
             state.blocks_stored = first + len(fresh)
         if not runs:
             return None
-        grant = self._client.reserve(self._attachment.namespace, runs)
+        grant = self.client.reserve(self._attachment.namespace, runs)
         if grant is None:  # nobody answered: a later step of these requests tries again
             for state, index in reversed(places):
                 state.blocks_stored = min(state.blocks_stored, index)
@@ -439,7 +439,7 @@ class SchedulerHalf:
             readers.discard(lease)
             if not readers:
                 del self._readers[block]
-        self._client.commit(lease, copy.flags)
+        self.client.commit(lease, copy.flags)
 
     def _loaded(self, lease: LeaseId, ranks: int, is_ok: bool) -> None:
         copy = self._loads.get(lease)
@@ -458,7 +458,7 @@ class SchedulerHalf:
         del self._loads[lease]
         if state is not None and state.loading == lease:
             state.loading = None
-        self._client.release([lease])
+        self.client.release([lease])
 
     def request_finished(self, request: Any) -> None:
         """The request ended; copies under its leases go on and end with their reports."""
@@ -469,15 +469,15 @@ class SchedulerHalf:
         if state.outcome is not None:
             device, dram = state.outcome
             prompt = request.num_prompt_tokens
-            self._client.say_outcome(device, dram, max(0, prompt - device - dram))
+            self.client.say_outcome(device, dram, max(0, prompt - device - dram))
 
     # ---- connection ----------------------------------------------------------------------------
 
     def _poll(self) -> None:
-        self._client.poll()
-        if self._client.generation != self._generation:
+        self.client.poll()
+        if self.client.generation != self._generation:
             self._new_generation()
-        recalled, self._client.recalled = self._client.recalled, []
+        recalled, self.client.recalled = self.client.recalled, []
         for lease in recalled:
             state = self._requests.get(self._owner.get(lease, ""))
             if state is not None:
@@ -485,12 +485,12 @@ class SchedulerHalf:
                 state.take_back_promise()
         if self._must_quiesce and not self._has_old_copies():
             self._must_quiesce = False
-            self._client.say_quiesced()
+            self.client.say_quiesced()
 
     def _new_generation(self) -> None:
         """Another daemon: no lease means anything any more, and what is stored is unknown."""
-        self._generation = self._client.generation
-        welcome = self._client.welcome
+        self._generation = self.client.generation
+        welcome = self.client.welcome
         self._must_quiesce = welcome is not None and welcome.must_quiesce
         self._owner.clear()
         for state in self._requests.values():
