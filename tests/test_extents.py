@@ -56,10 +56,12 @@ def expected_units(extents: ExtentMap, slot_bytes: int) -> int:
             or (units - 1) * extents.unit_bytes < slot_bytes
         )
     ]
-    thrifty = [u for u in sizes if waste(u, extents.unit_bytes, slot_bytes) <= WASTE_MAX]
+    slots = {u: extents.units // u * (u * extents.unit_bytes // slot_bytes) for u in sizes}
+    enough = extents.units * extents.unit_bytes / slot_bytes * (1 - WASTE_MAX)
+    thrifty = [u for u in sizes if slots[u] >= enough]
     if thrifty:
         return thrifty[0]
-    return min(sizes, key=lambda u: waste(u, extents.unit_bytes, slot_bytes), default=0)
+    return max(sizes, key=slots.__getitem__, default=0)
 
 
 @given(

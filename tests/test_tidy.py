@@ -69,7 +69,8 @@ ONLY_IN = {
     "yaml": ("tierkv.config", "tierkv.cli", "tierkv.bench"),
     # The demonstration starts real engines, in processes of its own.
     "vllm": ("tierkv.connectors.vllm", "tierkv.bench.demo"),
-    "threading": ("tierkv.pool", "tierkv.device", "tierkv.service.io_process"),
+    # The reference of `bench copy` moves its pages in a thread, as the copy engine does.
+    "threading": ("tierkv.pool", "tierkv.device", "tierkv.service.io_process", "tierkv.bench.copy"),
     "_thread": (),
     "concurrent.futures": ("tierkv.device", "tierkv.service.io_process"),
     "multiprocessing": (),  # its resource tracker unlinks shared memory of others

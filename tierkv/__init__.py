@@ -8,7 +8,9 @@ from tierkv.errors import (
     ConfigError,
     DaemonUnavailableError,
     LayoutMismatchError,
+    PoolError,
     ProtocolError,
+    RefusedError,
     TierKVError,
 )
 
@@ -18,7 +20,9 @@ __all__ = [
     "ConfigError",
     "DaemonUnavailableError",
     "LayoutMismatchError",
+    "PoolError",
     "ProtocolError",
+    "RefusedError",
     "TierKVError",
     "__version__",
 ]

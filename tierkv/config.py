@@ -109,10 +109,12 @@ class DramConfig(_Model):
 class TierConfig(_Model):
     """One secondary tier below DRAM."""
 
-    type: Literal["memory", "fs", "object", "mooncake"]
-    path: Path | None = None
-    capacity: Size | None = None
-    write_policy: WritePolicy | None = None
+    type: Literal["memory", "fs", "object", "mooncake"] = Field(description="Kind of tier.")
+    path: Path | None = Field(None, description="Where it keeps its blocks.")
+    capacity: Size | None = Field(None, description="Most bytes that it may hold.")
+    write_policy: WritePolicy | None = Field(
+        None, description="Overrides `node.write_policy` for this tier."
+    )
 
 
 class ServiceConfig(_Model):
@@ -132,7 +134,9 @@ class ServiceConfig(_Model):
         300.0, description="How long a daemon started by an engine outlives its last engine."
     )
     start_wait_max: Duration = Field(
-        30.0, description="How long a start of the daemon may take before it is tried again."
+        30.0,
+        description="Longest pause between attempts to start the daemon; the first pause is 1 s, "
+        "each later one twice as long.",
     )
     quarantine_min: Duration = Field(
         5.0,

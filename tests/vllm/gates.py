@@ -106,6 +106,9 @@ class GatedEngine:
         for job in wanted:
             self._pass(job)
 
+    def give_way(self) -> None:
+        self._inner.give_way()
+
     def _pass(self, job) -> None:
         direction, copies, event = job
         event.let_through(self._inner.submit(direction, copies))

@@ -19,7 +19,8 @@ from tierkv.config import EngineConfig
 from tierkv.connectors.vllm.identity import geometry_by_rank, namespace_of
 from tierkv.connectors.vllm.kv_layout import KvLayout, describe_layers
 from tierkv.connectors.vllm.meta import StepPlan, WorkerGeometry, WorkerReport
-from tierkv.connectors.vllm.scheduler import Roles, SchedulerHalf, Sizes
+from tierkv.connectors.vllm.requests import Roles, Sizes
+from tierkv.connectors.vllm.scheduler import SchedulerHalf
 from tierkv.connectors.vllm.worker import WorkerHalf
 from tierkv.device.cpu import create_cpu_engine
 from tierkv.errors import LayoutMismatchError

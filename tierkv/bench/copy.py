@@ -48,7 +48,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(slots=True)
-class Stage:
+class _Stage:
     """Device tensor, pool and page list of one page size."""
 
     device: torch.Tensor
@@ -57,7 +57,7 @@ class Stage:
     pages: Pages
 
 
-class CopytoThread:
+class _CopytoThread:
     """The reference: one thread that moves pages with `numpy.copyto`."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class CopytoThread:
             done.set()
 
 
-def make_stage(folder: Path, page_bytes: int) -> Stage:
+def _make_stage(folder: Path, page_bytes: int) -> _Stage:
     """Allocate and prefault both sides; device blocks in random order."""
     blocks = max(4, TOTAL_BYTES // (page_bytes * LAYERS))
     dice = random.Random(SEED)
@@ -102,10 +102,10 @@ def make_stage(folder: Path, page_bytes: int) -> Stage:
     slots = [at * slot_bytes for at in range(blocks)]
     dice.shuffle(slots)
     pages = Pages(tuple(order), tuple(slots), tuple(0 for _ in order))
-    return Stage(device, pool, layout, pages)
+    return _Stage(device, pool, layout, pages)
 
 
-def page_views(stage: Stage, copies: Descriptors) -> tuple[list[Bytes], list[Bytes]]:
+def _page_views(stage: _Stage, copies: Descriptors) -> tuple[list[Bytes], list[Bytes]]:
     """The same pages as numpy views: (device side, pool side)."""
     flat: Bytes = stage.device.view(-1).numpy()
     base = stage.device.data_ptr()
@@ -119,12 +119,12 @@ def page_views(stage: Stage, copies: Descriptors) -> tuple[list[Bytes], list[Byt
     return device, host
 
 
-def measure(stage: Stage, direction: Direction) -> tuple[float, float]:
+def measure(stage: _Stage, direction: Direction) -> tuple[float, float]:
     """(median of reference time over ours, spread of the reference against itself)."""
-    engine, reference = create_cpu_engine(), CopytoThread()
+    engine, reference = create_cpu_engine(), _CopytoThread()
     names, pool = stage.layout.names, stage.pool
     views = [
-        page_views(stage, stage.layout.descriptors([name], stage.pages, pool.address, 0))
+        _page_views(stage, stage.layout.descriptors([name], stage.pages, pool.address, 0))
         for name in names
     ]
 
@@ -156,11 +156,11 @@ def measure(stage: Stage, direction: Direction) -> tuple[float, float]:
     return ratio, aa_spread([a for a, _, _ in rounds], [b for _, _, b in rounds])
 
 
-def verify(stage: Stage) -> bool:
+def verify(stage: _Stage) -> bool:
     """Store, wipe the device, load: every byte on both sides is the one that was there."""
     engine = create_cpu_engine()
     copies = stage.layout.descriptors(stage.layout.names, stage.pages, stage.pool.address, 0)
-    device, host = page_views(stage, copies)
+    device, host = _page_views(stage, copies)
     original = stage.device.clone()
     for slot in host:
         slot[:] = 0
@@ -172,7 +172,7 @@ def verify(stage: Stage) -> bool:
     return is_stored and bool(torch.equal(stage.device, original))
 
 
-def one_memmove(stage: Stage) -> float:
+def _one_memmove(stage: _Stage) -> float:
     """GiB/s of one large memmove from device to pool: what the memory can do."""
     size = min(stage.device.numel(), stage.pool.capacity)
     times = []
@@ -189,7 +189,7 @@ def measure_all(folder: Path) -> dict[str, Any]:
     is_verified = True
     for page_bytes in PAGE_SIZES:
         say(f"pages of {page_bytes // KIB} KiB ...")
-        stage = make_stage(folder, page_bytes)
+        stage = _make_stage(folder, page_bytes)
         is_verified = verify(stage) and is_verified
         store, spread = measure(stage, Direction.STORE)
         load, other = measure(stage, Direction.LOAD)
@@ -197,7 +197,7 @@ def measure_all(folder: Path) -> dict[str, Any]:
         result["store_ratio"][name] = round(store, 3)
         result["load_ratio"][name] = round(load, 3)
         result["aa_spread"][name] = round(max(spread, other), 3)
-        result["memmove_gib_s"] = round(one_memmove(stage), 2)
+        result["memmove_gib_s"] = round(_one_memmove(stage), 2)
         stage.pool.unlink()
         stage.pool.close()
     result["verified"] = is_verified

@@ -1,8 +1,9 @@
 """How the pool is cut into extents, and extents into slots.
 
 An extent is a contiguous piece of the pool that belongs to one namespace. Its size is a multiple of
-the extent unit: the smallest one that wastes at most 3 % of itself on slots of that size, at most
-1 GiB. Slots never straddle extents.
+the extent unit: the smallest one with which at most 3 % of the pool are lost to slots of that size
+(behind the last slot of each extent, and behind the last extent), at most 1 GiB. Slots never
+straddle extents.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ class ExtentMap:
 
     def units_per_extent(self, slot_bytes: int) -> int:
         """Units of one extent for slots of this size; 0 if no slot fits the pool."""
-        top = min(max(EXTENT_BYTES_MAX // self.unit_bytes, -(-slot_bytes // self.unit_bytes)),
-                  self.units)  # fmt: skip
-        best, best_waste = 0, 1.0
-        for units in range(-(-slot_bytes // self.unit_bytes), top + 1):
-            size = units * self.unit_bytes
-            waste = size % slot_bytes / size
-            if waste <= WASTE_MAX:
+        low = -(-slot_bytes // self.unit_bytes)
+        top = min(max(EXTENT_BYTES_MAX // self.unit_bytes, low), self.units)
+        ideal = self.units * self.unit_bytes / slot_bytes
+        best, most = 0, 0
+        for units in range(low, top + 1):
+            slots = self.units // units * (units * self.unit_bytes // slot_bytes)
+            if slots >= ideal * (1 - WASTE_MAX):
                 return units
-            if waste < best_waste:
-                best, best_waste = units, waste
+            if slots > most:
+                best, most = units, slots
         return best
 
     def take(self, units: int, first_row: int, rows: int) -> Extent | None:
@@ -88,3 +89,14 @@ class ExtentMap:
             inside = self._owners[start : start + units]
             found.append(list({id(e): e for e in inside if e is not None}.values()))
         return found
+
+
+def slots_in(pool_bytes: int, unit_bytes: int, slot_bytes: int) -> int:
+    """Slots of one size that a pool holds when nobody else needs it; 0 for no pool."""
+    if pool_bytes <= 0:
+        return 0
+    extents = ExtentMap(pool_bytes, unit_bytes)
+    units = extents.units_per_extent(slot_bytes)
+    if units == 0:
+        return 0
+    return extents.units // units * (units * extents.unit_bytes // slot_bytes)

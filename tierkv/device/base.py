@@ -62,6 +62,13 @@ class CopyEngine(Protocol):
     def submit(self, direction: Direction, copies: Descriptors) -> CopyEvent:
         """Queue copies behind those of the same direction. Memory stays valid until done."""
 
+    def give_way(self) -> None:
+        """Called in a step without compute while copies are in flight.
+
+        An engine whose copies need the caller's processor or interpreter lets them go on; others
+        do nothing.
+        """
+
     def close(self) -> None:
         """Finish what is queued and end. Blocks."""
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import ctypes
 import queue
 import threading
+import time
 
 from tierkv.device.base import CopyEngine, CopyEvent, Descriptors, Direction
 
+GIVE_WAY_S = 0.0005
 _memmove = ctypes.memmove
 
 
@@ -71,6 +73,12 @@ class CpuCopyEngine:
         event = CpuCopyEvent()
         self._lanes[direction].put(copies, event)
         return event
+
+    def give_way(self) -> None:
+        """Pause shortly: a caller that spins keeps the interpreter lock from the copying threads,
+        which then wait the interpreter's switch interval for every single copy.
+        """
+        time.sleep(GIVE_WAY_S)
 
     def close(self) -> None:
         for lane in self._lanes.values():

@@ -18,8 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from tierkv.config import TierKVConfig, block_tokens_of, from_extra_config
 from tierkv.connectors.vllm import compat, identity
 from tierkv.connectors.vllm.meta import StepPlan, WorkerReport
-from tierkv.connectors.vllm.scheduler import Roles, SchedulerHalf, Sizes
+from tierkv.connectors.vllm.requests import Roles, Sizes
+from tierkv.connectors.vllm.scheduler import SchedulerHalf
 from tierkv.connectors.vllm.worker import WorkerHalf
+from tierkv.core.extents import slots_in
 from tierkv.device.base import CopyEngine
 from tierkv.device.cpu import create_cpu_engine
 from tierkv.errors import ConfigError, LayoutMismatchError, TierKVError
@@ -143,6 +145,12 @@ class TierKVConnector(KVConnectorBase_V1):
     # ---- worker --------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        kinds = {t.device.type for t in kv_caches.values() if hasattr(t, "device")} - {"cpu"}
+        if kinds:
+            raise LayoutMismatchError(
+                f"the KV cache lies on {', '.join(sorted(kinds))}; this version of TierKV copies "
+                "CPU devices only"
+            )
         self.worker_half.register(kv_caches, self._kv_cache_config.num_blocks)
         self.worker_half.set_engine_blocks(self._sizes.engine_blocks)
 
@@ -239,10 +247,12 @@ class TierKVConnector(KVConnectorBase_V1):
     def _attach(self, epoch: str | None, wait_s: float) -> None:
         assert self._facts is not None, "the geometry is known"
         namespace = identity.namespace_of(self._facts, epoch)
-        label = f"{self._vllm_config.model_config.model} {self._sizes.block} tokens"
-        wanted = Attachment(namespace, self._slot_bytes, label[-200:], epoch is not None)
+        model = str(self._vllm_config.model_config.model).rstrip("/").rsplit("/", 1)[-1]
+        label = f"{model[-100:]}, {self._sizes.block} tokens"
+        wanted = Attachment(namespace, self._slot_bytes, label, epoch is not None)
         is_usable = self.scheduler_half.attach(wanted, self._rank_offsets, wait_s)
-        slots = self.scheduler_half.pool_bytes // self._slot_bytes
+        unit = self.config.node.dram.extent_unit
+        slots = slots_in(self.scheduler_half.pool_bytes, unit, self._slot_bytes)
         logger.info(
             "TierKV %s: pool=%s blocks=%d tokens=%d namespace=%s block_tokens=%d slot=%s store=%s "
             "load=%s threshold=%d",

@@ -1,4 +1,4 @@
-"""What the scheduler half knows of one request."""
+"""What the scheduler half knows: its sizes and roles, and the state of each request."""
 
 from __future__ import annotations
 
@@ -7,6 +7,28 @@ from typing import Any
 
 from tierkv.service.client import Answer
 from tierkv.types import BlockKey, LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Token counts of one engine. `ranks` report each copy."""
+
+    engine_block: int
+    block: int
+    ranks: int
+
+    @property
+    def engine_blocks(self) -> int:
+        """Engine blocks per TierKV block."""
+        return self.block // self.engine_block
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """What `kv_role` allows."""
+
+    may_load: bool
+    may_store: bool
 
 
 @dataclass(slots=True, eq=False)

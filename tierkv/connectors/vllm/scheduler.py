@@ -22,33 +22,12 @@ from tierkv.config import EngineConfig
 from tierkv.connectors.vllm.identity import adapter_digest
 from tierkv.connectors.vllm.kv_layout import Pages
 from tierkv.connectors.vllm.meta import LoadPlan, StepPlan, StorePlan, WorkerReport
-from tierkv.connectors.vllm.requests import RequestState
+from tierkv.connectors.vllm.requests import RequestState, Roles, Sizes
 from tierkv.hashing import block_key
 from tierkv.service.client import Attachment, Client, Grant
 from tierkv.types import BlockKey, LeaseId
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Token counts of one engine. `ranks` report each copy."""
-
-    engine_block: int
-    block: int
-    ranks: int
-
-    @property
-    def engine_blocks(self) -> int:
-        return self.block // self.engine_block
-
-
-@dataclass(frozen=True, slots=True)
-class Roles:
-    """What `kv_role` allows."""
-
-    may_load: bool
-    may_store: bool
 
 
 @dataclass(slots=True)

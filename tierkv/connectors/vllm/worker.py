@@ -75,6 +75,7 @@ class WorkerHalf:
         self._bad_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._load_failures = 0
+        self._has_computed = False
 
     # ---- start ---------------------------------------------------------------------------------
 
@@ -121,6 +122,7 @@ class WorkerHalf:
         self._plan = plan
         self._step_store = None
         self._stored_layers = set()
+        self._has_computed = False
 
     def start_loads(self) -> None:
         """Submit the loads of the step."""
@@ -141,6 +143,7 @@ class WorkerHalf:
 
     def layer_computed(self, name: str) -> None:
         """After a layer's attention: store that layer now, in layer-wise mode."""
+        self._has_computed = True
         if self._is_layerwise_store and self._plan.store is not None:
             self._store_layers([name])
 
@@ -157,6 +160,8 @@ class WorkerHalf:
 
     def take_loaded(self) -> set[str]:
         """Requests whose asynchronous load ended since the last call, well or not."""
+        if not self._has_computed and (self._loads or self._stores):
+            self._copies.give_way()
         ended = [load for load in self._loads if all(e.is_done() for e in load.events)]
         for load in ended:
             self._loads.remove(load)
