@@ -41,7 +41,7 @@ TARGETS: dict[int, float | None] = {
 }
 LAYERS = 4
 TOTAL_BYTES = 256 << 20
-SAMPLES = 9
+SAMPLES = 25
 SEED = 7
 
 Bytes = npt.NDArray[np.uint8]
@@ -209,6 +209,9 @@ def run(as_json: bool) -> int:
     """Measure, print, and tell by the exit status whether every byte was right."""
     with tempfile.TemporaryDirectory(prefix="tierkv-bench-", dir=_memory_directory()) as folder:
         result = measure_all(Path(folder))
+        if result["void"]:
+            say("void: the reference differs from itself by more than 5 %; once more")
+            result = measure_all(Path(folder))
     if as_json:
         print(json.dumps(result))
     else:
@@ -224,7 +227,7 @@ def _print(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="bench copy: times of numpy.copyto over ours, median of 9")
+    table = Table(title="bench copy: times of numpy.copyto over ours, median of 25")
     for column in ("page", "store", "load", "target", "A/A spread"):
         table.add_column(column, justify="right")
     for page_bytes in PAGE_SIZES:
