@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tierkv.core.directory import Directory, Limits, Run
+from tierkv.core.directory import Directory
+from tierkv.core.values import Limits, Run
 
 SLOT_BYTES = 8192
 SPACE = b"S" * 32

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tierkv.core.directory import Directory, Limits, Run
-from tierkv.core.leases import Ready
+from tierkv.core.directory import Directory
 from tierkv.core.namespace import State
+from tierkv.core.values import Limits, Ready, Run
 
 SPACES = [b"A" * 32, b"B" * 32]
 SLOT = {SPACES[0]: 8192, SPACES[1]: 12288}

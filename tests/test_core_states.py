@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.core_world import SLOT_BYTES, SPACE, World, keys_of
-from tierkv.core.leases import Ready, Recall
 from tierkv.core.namespace import State
+from tierkv.core.values import Ready, Recall
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +105,7 @@ def test_reserve_behind_an_absent_predecessor_is_skipped(world):
 
 
 def test_one_lease_covers_all_runs_of_a_step(world):
-    from tierkv.core.directory import Run
+    from tierkv.core.values import Run
 
     runs = [Run(None, keys_of("a")), Run(None, keys_of("b"))]
     granted = world.directory.reserve("e", SPACE, runs, 0.0)

@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 
 from tierkv.errors import PoolError
+from tierkv.mapper import PoolMapper
 from tierkv.pool import (
     HEADER_BYTES,
     DaemonLock,
     MapperLock,
-    PoolMapper,
     attach_pool,
     create_pool,
     held_locks,

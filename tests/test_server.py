@@ -15,7 +15,8 @@ from collections import Counter, deque
 import pytest
 
 from tests.core_world import SLOT_BYTES, SPACE, keys_of
-from tierkv.core.directory import Directory, Limits
+from tierkv.core.directory import Directory
+from tierkv.core.values import Limits
 from tierkv.pool import Held
 from tierkv.service import wire
 from tierkv.service.server import SESSIONS_MAX, Server, ServerFacts

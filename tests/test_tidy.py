@@ -39,6 +39,7 @@ FLOORS = {
     "tierkv.service.wire": 1,
     "tierkv.service.breaker": 1,
     "tierkv.pool": 1,
+    "tierkv.mapper": 1,
     "tierkv.config": 1,
     "tierkv.sizing": 1,
     "tierkv.tiers": 2,
@@ -70,7 +71,13 @@ ONLY_IN = {
     # The demonstration starts real engines, in processes of its own.
     "vllm": ("tierkv.connectors.vllm", "tierkv.bench.demo"),
     # The reference of `bench copy` moves its pages in a thread, as the copy engine does.
-    "threading": ("tierkv.pool", "tierkv.device", "tierkv.service.io_process", "tierkv.bench.copy"),
+    "threading": (
+        "tierkv.pool",
+        "tierkv.mapper",
+        "tierkv.device",
+        "tierkv.service.io_process",
+        "tierkv.bench.copy",
+    ),
     "_thread": (),
     "concurrent.futures": ("tierkv.device", "tierkv.service.io_process"),
     "multiprocessing": (),  # its resource tracker unlinks shared memory of others

@@ -6,11 +6,15 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from tierkv.types import BlockKey, NamespaceId
 
 SAMPLE_BYTES = 65_536
 SAMPLES_PER_FILE = 16
+TENSOR_SAMPLE_BYTES = 512
+SAMPLES_PER_TENSOR = 8
+HEADER_BYTES_MAX = 64 << 20
 
 
 def digest_of(facts: Mapping[str, object]) -> NamespaceId:
@@ -42,21 +46,42 @@ def block_key(block_hash: bytes, group: int = 0, adapter: bytes | None = None) -
 def _sample_file(path: Path, hasher: hashlib.blake2b) -> None:
     size = path.stat().st_size
     hasher.update(f"{path.name}:{size};".encode())
-    step = max(SAMPLE_BYTES, size // SAMPLES_PER_FILE)
     with path.open("rb") as file:
-        if path.suffix == ".safetensors":
-            header_bytes = int.from_bytes(file.read(8), "little")
-            hasher.update(file.read(min(header_bytes, 64 << 20)))
-        for offset in range(0, size, step):
+        header = _safetensors_header(file, size) if path.suffix == ".safetensors" else b""
+        hasher.update(header)
+        places = _tensor_places(header)
+        step = max(SAMPLE_BYTES, size // SAMPLES_PER_FILE)
+        places += [(offset, SAMPLE_BYTES) for offset in range(0, size, step)]
+        for offset, length in places:
             file.seek(offset)
-            hasher.update(file.read(SAMPLE_BYTES))
+            hasher.update(file.read(length))
+
+
+def _safetensors_header(file: BinaryIO, size: int) -> bytes:
+    length = int.from_bytes(file.read(8), "little")
+    return file.read(length) if 0 < length <= min(HEADER_BYTES_MAX, size) else b""
+
+
+def _tensor_places(header: bytes) -> list[tuple[int, int]]:
+    """Where to sample inside every tensor: an edit of one matrix must not go unseen."""
+    try:
+        tensors = json.loads(header) if header else {}
+        ranges = [t["data_offsets"] for name, t in tensors.items() if name != "__metadata__"]
+    except (ValueError, TypeError, KeyError):
+        return []
+    places = []
+    for begin, end in ranges:
+        step = max(TENSOR_SAMPLE_BYTES, (end - begin) // SAMPLES_PER_TENSOR)
+        starts = range(begin, end, step)
+        places += [(8 + len(header) + at, min(TENSOR_SAMPLE_BYTES, end - at)) for at in starts]
+    return places
 
 
 def files_fingerprint(paths: Iterable[Path]) -> str:
     """Fingerprint files by content, so that copies on other nodes agree.
 
-    Names, sizes, safetensors headers and evenly spaced samples are hashed; times and directories
-    are not. Sampling reads at most ``SAMPLES_PER_FILE + 1`` pieces of ``SAMPLE_BYTES`` per file.
+    Names, sizes, safetensors headers and evenly spaced samples are hashed, of each file and of each
+    tensor in it; times and directories are not.
 
     Raises:
         OSError: a file cannot be read.

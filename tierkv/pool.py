@@ -11,6 +11,7 @@ clock when nobody can touch a slot any more.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -44,7 +45,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
 _MADV_HUGEPAGE = 14
 _PREFAULT_CHUNK = 64 << 20
 _LOCK_TRIES_MAX = 100
-_LOOK_PERIOD_S = 0.02
+_libc = ctypes.CDLL(None, use_errno=True)
 _FLOCK = struct.Struct("@hhlli4x")  # struct flock on 64-bit Linux
 _WHOLE_FILE = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 _NUMBER = struct.Struct("<Q")
@@ -102,9 +103,9 @@ class Pool:
             if stop.is_set():
                 return
             length = min(_PREFAULT_CHUNK, size - start)
-            try:
-                self._map.madvise(_MADV_POPULATE_WRITE, start, length)
-            except (OSError, ValueError):
+            # Through ctypes, because the mmap module keeps the interpreter lock meanwhile.
+            where = ctypes.c_void_p(self.address - HEADER_BYTES + start)
+            if _libc.madvise(where, ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
                 logger.info("this kernel cannot prefault shared memory; pages come on first use")
                 return
 
@@ -208,11 +209,15 @@ def attach_pool(path: Path) -> Pool:
     if not is_ours or _HEADER.unpack(header)[1:3] != (VERSION, HEADER_BYTES):
         os.close(file)
         raise PoolError(f"{path}: is no pool of this version; wait for the daemon or remove it")
-    capacity = _HEADER.unpack(header)[4]
+    capacity = int(_HEADER.unpack(header)[4])
     if size != HEADER_BYTES + capacity:
         os.close(file)
         raise PoolError(f"{path}: has {size} bytes, its header says {capacity}; remove it")
-    pool = Pool(path, file, capacity, was_adopted=True)
+    try:
+        pool = Pool(path, file, capacity, was_adopted=True)
+    except (OSError, ValueError) as error:
+        os.close(file)
+        raise PoolError(f"{path}: cannot be mapped: {error}") from error
     if not pool.is_current:
         pool.close()
         raise PoolError(f"{path}: was replaced while it was attached; try again")
@@ -399,10 +404,14 @@ class DaemonLock:
         return self.holder() is not None
 
     def holder(self) -> int | None:
-        """Generation of the living daemon, 0 while it is starting; None if none lives."""
+        """Generation of the living daemon, 0 while it is starting; None if none lives.
+
+        Raises:
+            OSError: nobody can tell, for example for want of descriptors.
+        """
         try:
             file = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         try:
             answer = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _WHOLE_FILE)
@@ -418,75 +427,3 @@ class DaemonLock:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-
-
-class PoolMapper:
-    """Maps the pool in the background, so that no engine step pays for it.
-
-    The file may appear late, or be replaced by a daemon with another capacity; the mapper looks
-    until it has the right one. One thread, which ends after each success.
-    """
-
-    def __init__(self, path: Path, run_directory: Path, engine: EngineId) -> None:
-        self._path = path
-        self._run_directory = run_directory
-        self._engine = engine
-        self._lock: MapperLock | None = None
-        self._pool: Pool | None = None
-        self._mapped: list[Pool] = []  # kept, because queued copies know raw addresses only
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._look()
-
-    def get(self, path: str, generation: int) -> Pool | None:
-        """The mapping of this pool in this generation, or None if it is not there yet.
-
-        Never blocks; a None starts another look in the background.
-        """
-        pool = self._pool
-        if pool is not None and str(pool.path) == path and pool.generation == generation:
-            return pool
-        is_looking = self._thread is not None and self._thread.is_alive()
-        is_useless = pool is None or not pool.is_current or str(pool.path) != path
-        if is_useless and not is_looking:
-            self._path = Path(path)
-            self._look()
-        return None
-
-    def note_copies(self, copies: int) -> None:
-        """Say how many copies are in flight; before `get`, and again when they ended."""
-        if self._lock is not None:
-            self._lock.note_copies(copies)
-
-    def close(self) -> None:
-        """Stop looking and give up the lock. Copies must have ended."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-        self._pool = None
-        self._mapped.clear()
-        if self._lock is not None:
-            self._lock.release()
-
-    def _look(self) -> None:
-        self._thread = threading.Thread(target=self._attach, name="tierkv-map", daemon=True)
-        self._thread.start()
-
-    def _attach(self) -> None:
-        while not self._stop.wait(_LOOK_PERIOD_S):
-            if not self._path.exists():
-                continue
-            try:
-                if self._lock is None:
-                    make_private(self._run_directory)
-                    self._lock = MapperLock(self._run_directory, self._engine)
-                    self._lock.note_copies(0)
-                pool = attach_pool(self._path)
-            except PoolError as error:
-                logger.debug("pool not attached yet: %s", error)
-                continue
-            self._mapped.append(pool)
-            self._pool = pool  # usable now; a page that is not there yet comes on first use
-            logger.info("pool mapped: path=%s generation=%d", pool.path, pool.generation)
-            pool.prefault(self._stop)
-            return

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,52 +19,16 @@ from tierkv.core.eviction.lru import Lru
 from tierkv.core.extents import ExtentMap
 from tierkv.core.growth import Growth
 from tierkv.core.handover import Handover
-from tierkv.core.leases import (
-    NO_OFFSETS,
-    Event,
-    Found,
-    Granted,
-    Lease,
-    Recall,
-)
+from tierkv.core.leases import Engine, Lease
 from tierkv.core.namespace import Namespace, State
+from tierkv.core.values import NO_OFFSETS, Event, Found, Granted, Limits, Recall, Run
 from tierkv.types import BlockKey, EngineId, LeaseId, NamespaceId
 
 LEASES_PER_ENGINE_MAX = 8_192
 NAMESPACES_MAX = 1_024
+SLOTS_MAX = 1 << 24
 VICTIMS_SCANNED_MAX = 65_536
 _START: Rows = np.zeros(1, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the core must know of the pool. `generation` makes lease ids unique for ever."""
-
-    pool_bytes: int
-    extent_unit: int
-    pinned_share_max: float = 0.5
-    generation: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive blocks of one prefix to be stored.
-
-    Attributes:
-        predecessor: key of the block before `keys[0]`; None if it starts the prefix.
-    """
-
-    predecessor: BlockKey | None
-    keys: Sequence[BlockKey]
-
-
-@dataclass(slots=True)
-class Engine:
-    """A known engine and the leases it holds."""
-
-    id: EngineId
-    leases: dict[LeaseId, Lease] = field(default_factory=dict)
-    is_closed: bool = False
 
 
 class Directory:
@@ -117,6 +80,8 @@ class Directory:
             return None
         if len(self.spaces) >= NAMESPACES_MAX and not self._drop_unused_space():
             return f"{NAMESPACES_MAX} layouts are in use; purge those you no longer need"
+        if self.limits.pool_bytes // slot_bytes > SLOTS_MAX:
+            return f"slots of {slot_bytes} bytes are too many for one index ({SLOTS_MAX})"
         units = self.extents.units_per_extent(slot_bytes)
         if units == 0:
             return (
@@ -136,6 +101,13 @@ class Directory:
         self.spaces[namespace] = space
         return None
 
+    def detach(self, engine: EngineId, namespace: NamespaceId) -> None:
+        """An engine stops using a namespace. A private one is purged, for nobody else can."""
+        space = self.spaces[namespace]
+        space.users.discard(engine)
+        if space.private_to == engine:
+            self.purge(namespace)
+
     def close_engine(self, engine: EngineId) -> None:
         """The session ended. What it was writing is absent; its slots stay untouched."""
         known = self.engines[engine]
@@ -152,9 +124,8 @@ class Directory:
         for lease in list(known.leases.values()):
             self._end_lease(lease)
         for space in self.spaces.values():
-            space.users.discard(engine)
-            if space.private_to == engine:
-                self.purge(space.id)
+            if engine in space.users:
+                self.detach(engine, space.id)
 
     def keep_leases(self, engine: EngineId, held: Iterable[LeaseId]) -> None:
         """A living engine vouches that it touches no slot but those of the held leases."""
@@ -246,9 +217,7 @@ class Directory:
             self.counters["skipped_not_granting"] += asked
             return Granted(LeaseId(0), offsets)
         self._age(space, now)
-        index = space.index
-        reachable = [r for r in runs if r.predecessor is None or r.predecessor in index]
-        need = sum(1 for run in reachable for key in run.keys if key not in index)
+        reachable, need = self._reachable(space, runs)
         if len(space.free) < need:
             self._make_room(space, need, self._protected(space, reachable), now)
         rows: list[int] = []
@@ -371,6 +340,18 @@ class Directory:
         space.heat *= 0.5 ** (max(0.0, now - space.heat_at) / 60.0)
         space.heat_at = now
 
+    @staticmethod
+    def _reachable(space: Namespace, runs: Sequence[Run]) -> tuple[list[Run], int]:
+        """Runs whose predecessor is here or comes in an earlier run, and the slots they need."""
+        found: list[Run] = []
+        fresh: set[BlockKey] = set()
+        for run in runs:
+            before = run.predecessor
+            if before is None or before in space.index or before in fresh:
+                found.append(run)
+                fresh.update(key for key in run.keys if key not in space.index)
+        return found, len(fresh)
+
     def _place_run(
         self, space: Namespace, run: Run, first: int, rows: list[int], places: list[int]
     ) -> None:
@@ -491,7 +472,8 @@ class Directory:
     def _drop_unused_space(self) -> bool:
         for space in list(self.spaces.values()):
             is_leased = any(lease.space is space for lease in self.leases.values())
-            if not space.index and not space.users and not is_leased:
+            if not space.users and not is_leased:
+                self.purge(space.id)
                 for extent in list(space.extents):
                     space.start_draining(extent)
                 self._handover.continue_draining(space)

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from tierkv.core.eviction.base import Rows
-from tierkv.core.leases import Event, Lease, Ready
+from tierkv.core.leases import Lease
 from tierkv.core.namespace import Namespace, State
+from tierkv.core.values import Event, Ready
 from tierkv.types import LeaseId
 
 

@@ -93,9 +93,9 @@ class Handover:
         if not donor.index:
             return True
         left = donor.units - extents * donor.units_per_extent
-        if left < donor.units_per_extent:
+        if left < (donor.units_per_extent if donor.users else 0):
             return False
-        return not asker.extents or left >= self._share(donor)
+        return not asker.extents or not donor.users or left >= self._share(donor)
 
     @staticmethod
     def _warmest(warmth: npt.NDArray[np.int64], space: Namespace, extent: Extent) -> int:

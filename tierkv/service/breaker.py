@@ -9,6 +9,7 @@ WINDOW = 100
 FAILURE_SHARE_MAX = 0.1
 RETRY_FIRST_S = 0.5
 RETRY_MAX_S = 30.0
+SOON_S = 60.0
 
 
 class Breaker:
@@ -19,6 +20,7 @@ class Breaker:
         self._in_a_row = 0
         self._retry_s = RETRY_FIRST_S
         self._retry_at = 0.0
+        self._closed_at = float("-inf")
         self.is_open = False
 
     def note(self, is_ok: bool, now: float) -> None:
@@ -29,7 +31,8 @@ class Breaker:
         is_bad = len(self._recent) == WINDOW and failures > WINDOW * FAILURE_SHARE_MAX
         if not self.is_open and (self._in_a_row >= FAILURES_IN_A_ROW_MAX or is_bad):
             self.is_open = True
-            self._retry_s = RETRY_FIRST_S
+            is_again = now - self._closed_at < SOON_S
+            self._retry_s = min(self._retry_s * 2, RETRY_MAX_S) if is_again else RETRY_FIRST_S
             self._retry_at = now + self._retry_s
 
     def may_try(self, now: float) -> bool:
@@ -40,8 +43,10 @@ class Breaker:
         self._retry_at = now + self._retry_s
         return True
 
-    def close(self) -> None:
-        """The other side answers again."""
+    def close(self, now: float) -> None:
+        """The other side answers again. If it soon fails again, trials become rarer."""
+        if self.is_open:
+            self._closed_at = now
         self.is_open = False
         self._in_a_row = 0
         self._recent.clear()

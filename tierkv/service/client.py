@@ -28,6 +28,7 @@ from tierkv.types import BlockKey, EngineId, LeaseId, NamespaceId
 logger = logging.getLogger(__name__)
 
 UNACKNOWLEDGED_MAX = 4_096
+NO_OFFSETS: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 PING_EVERY = 256
 
 
@@ -95,6 +96,7 @@ class Client:
         self._refusal: str | None = None
         self._node = node
         self._warned_of: str | None = None
+        self._trial = 0
         self._attachments: dict[NamespaceId, Attachment] = {}
         self._attached: set[NamespaceId] = set()
         self._attaching: dict[int, NamespaceId] = {}
@@ -142,7 +144,8 @@ class Client:
         now = time.monotonic()
         self._connection.poll(now)
         if self.link is Link.UP and self.breaker.may_try(now):
-            self._post(wire.Ping(self._next()))
+            self._trial = self._next()
+            self._post(wire.Ping(self._trial))
 
     def connect(self, wait_s: float) -> None:
         """Connect, waiting at most `wait_s`. For administrators and tests.
@@ -188,7 +191,8 @@ class Client:
             self.leases.clear()
             self._answers.clear()
             self._unacknowledged.clear()
-        self.breaker.close()
+        self.breaker.close(time.monotonic())
+        self._refusal = None
         again, self._unacknowledged = self._unacknowledged, deque()
         for message in again:
             seq = self._next()
@@ -229,9 +233,11 @@ class Client:
             self._attach(attachment)
 
     def detach(self, namespace: NamespaceId) -> None:
-        """Stop using a namespace."""
+        """Stop using a namespace; a private one is purged."""
         self._attachments.pop(namespace, None)
-        self._attached.discard(namespace)
+        if namespace in self._attached:
+            self._attached.discard(namespace)
+            self._post(wire.Detach(self._next(), namespace))
 
     def _attach(self, wanted: Attachment) -> None:
         seq = self._next()
@@ -408,7 +414,7 @@ class Client:
             self._post(wire.Ping(self._next()))  # its reply acknowledges them
 
     def _await(self, seq: int, deadline_s: float) -> wire.Reply | None:
-        end = time.monotonic() + deadline_s
+        end = time.monotonic() + (0.0 if self.breaker.is_open else deadline_s)
         while seq in self._waiting and seq not in self._replies:
             left = end - time.monotonic()
             if left <= 0 or self.link is Link.DOWN:
@@ -429,10 +435,9 @@ class Client:
             case wire.ReadyPush():
                 self._grow(reply)
             case wire.RecallPush():
-                if LeaseId(reply.lease) in self._answers:
-                    self.recalled.append(LeaseId(reply.lease))
+                self._recall(LeaseId(reply.lease))
             case wire.Failed() if reply.to in self._attaching:
-                self._attachments.pop(self._attaching.pop(reply.to), None)
+                del self._attaching[reply.to]  # tried again with the next daemon
                 self._refusal = reply.message
                 logger.error("TierKV is off for this engine: %s", reply.message)
             case wire.Welcome():
@@ -446,9 +451,20 @@ class Client:
                     self._attached.add(namespace)
                 self._settle(reply.to, reply)
 
+    def _recall(self, lease: LeaseId) -> None:
+        """Note a recall; an answer that nobody has read yet becomes a miss at once."""
+        if lease in self._answers:
+            self.recalled.append(lease)
+            return
+        for ticket, reply in self._replies.items():
+            if isinstance(reply, wire.FoundReply) and reply.lease == lease:
+                self._replies[ticket] = wire.FoundReply(ticket, reply.ignored, 0, b"", 0)
+                self.release([lease])
+                return
+
     def _settle(self, to: int, reply: wire.Reply) -> None:
-        if self.breaker.is_open:
-            self.breaker.close()
+        if self.breaker.is_open and (to in self._waiting or to == self._trial):
+            self.breaker.close(time.monotonic())
             logger.warning("the daemon answers again")
         if to in self._waiting:
             self._replies[to] = reply

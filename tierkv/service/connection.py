@@ -27,6 +27,7 @@ HELLO_WAIT_S = 1.0
 START_PAUSE_FIRST_S = 1.0
 START_PAUSE_MAX_S = 30.0
 LOCK_PERIOD_S = 0.25
+RETRY_PAUSE_S = 1.0
 
 
 class Link(Enum):
@@ -87,6 +88,7 @@ class Connection:
         self._start_pause_s = START_PAUSE_FIRST_S
         self._greet_until = 0.0
         self._look_at = 0.0
+        self._problem = ""
         self._has_greeted = False  # a Hello that got no answer may have arrived all the same
 
     @property
@@ -105,13 +107,33 @@ class Connection:
             self.drain()
             if now >= self._look_at:
                 self._look_at = now + LOCK_PERIOD_S
-                holder = self._daemon_lock.holder()
-                if holder is None or (self.link is Link.UP and holder != self.generation):
+                if self._is_gone():
                     self.lose("the daemon is gone")
         if self.link is Link.GREETING and now >= self._greet_until:
             self.lose("the daemon does not answer")
         if self.link is Link.DOWN and now >= self._retry_at:
-            self._connect_or_start(now)
+            try:
+                self._connect_or_start(now)
+            except (OSError, TierKVError, zmq.ZMQError) as error:
+                self._cannot_connect(str(error), now)
+
+    def _is_gone(self) -> bool:
+        try:
+            holder = self._daemon_lock.holder()
+        except OSError:
+            return False  # out of descriptors, say: no news
+        return holder is None or (self.link is Link.UP and holder != self.generation)
+
+    def _cannot_connect(self, problem: str, now: float) -> None:
+        """Nothing here may reach the engine: it serves without cache."""
+        if problem != self._problem:
+            logger.warning("cannot connect to the daemon: %s", problem)
+        self._problem = problem
+        if self._socket is not None:
+            self._socket.close(linger=0)
+        self._socket = None
+        self.link = Link.DOWN
+        self._retry_at = now + RETRY_PAUSE_S
 
     def wait(self, wait_s: float) -> None:
         """Wait for one message, at most `wait_s`, and take it in."""
@@ -126,8 +148,8 @@ class Connection:
             return False
         try:
             self._socket.send(wire.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            self.lose("the daemon takes no messages")
+        except zmq.ZMQError as error:
+            self.lose(f"the daemon takes no messages ({error})")
             return False
         return True
 
@@ -142,6 +164,9 @@ class Connection:
         try:
             frame = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            self.lose(f"the connection failed ({error})")
             return False
         try:
             self._take_in(wire.decode_reply(frame))
@@ -201,8 +226,7 @@ class Connection:
         self.link = Link.GREETING
         self._greet_until = now + HELLO_WAIT_S
         self._look_at = now + LOCK_PERIOD_S
-        self._seq = 0
-        self._hello_seq = self.next_seq()
+        self._hello_seq = self.next_seq()  # numbers never repeat: old tickets stay old
         held = sorted(set(self._listener.leases_held()))[: wire.LEASES_MAX]
         hello = wire.Hello(
             self._hello_seq,

@@ -6,10 +6,12 @@ One thread. This is the only place of the service that reads a clock.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import logging
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +20,11 @@ from pathlib import Path
 import zmq
 
 from tierkv.config import NodeConfig
-from tierkv.core.directory import Directory, Limits
+from tierkv.core.directory import Directory
+from tierkv.core.values import Limits
 from tierkv.errors import ConfigError, DaemonUnavailableError
 from tierkv.pool import (
+    HEADER_BYTES,
     DaemonLock,
     Held,
     Pool,
@@ -57,10 +61,15 @@ def prepare_pool(config: NodeConfig) -> Pool:
     """
     dram = config.dram
     path = pool_path(dram.directory, config.service.socket_path)
-    capacity = resolve_capacity(dram.capacity, read_memory_facts(dram.directory, path))
+    facts = read_memory_facts(dram.directory, path)
+    is_mapped = any(held.mappers for held in held_locks(config.service.socket_path.parent).values())
+    is_adopted = path.exists() and path.stat().st_size - HEADER_BYTES == dram.capacity
+    if is_mapped and not is_adopted and dram.capacity != "auto":
+        facts = dataclasses.replace(facts, reusable=0)  # the old file stays as long as it is mapped
+    capacity = resolve_capacity(dram.capacity, facts)
     if dram.capacity == "auto" and path.exists():
         # What is free changes while engines run; an automatic size must not lose their pool.
-        capacity = max(path.stat().st_size - 65_536, 0) or capacity
+        capacity = max(path.stat().st_size - HEADER_BYTES, 0) or capacity
     pool = create_pool(path, capacity, dram.extent_unit)
     has_huge = dram.hugepages == "auto" and pool.ask_for_huge_pages()
     logger.info(
@@ -119,7 +128,14 @@ class Daemon:
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + LIVENESS_PERIOD_S
-            self._turn([], held_locks(self.run_directory))
+            self._turn([], self._look())
+
+    def _look(self) -> dict[EngineId, Held] | None:
+        try:
+            return held_locks(self.run_directory)
+        except OSError as error:
+            logger.warning("the locks cannot be looked at: %s", error)
+            return None
 
     def _turn(self, inbox: list[Frame], held: dict[EngineId, Held] | None) -> None:
         for peer, frame in self.server.turn(time.monotonic(), inbox, held):
@@ -223,6 +239,7 @@ def serve(
             logger.info("signal %d: the daemon ends", signal_number)
             daemon.is_stopping = True
 
+        _allow_descriptors()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
         logger.info("serving: socket=%s pid=%d", config.service.socket_path, os.getpid())
@@ -231,3 +248,10 @@ def serve(
         gc.freeze()
         gc.disable()
         daemon.run(linger_s, on_turn)
+
+
+def _allow_descriptors() -> None:
+    """Every session costs descriptors; take as many as the system lets us have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

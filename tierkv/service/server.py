@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tierkv.core.directory import Directory, Run
-from tierkv.core.leases import Event, Ready
+from tierkv.core.directory import Directory
+from tierkv.core.values import Event, Ready, Run
 from tierkv.errors import ProtocolError
 from tierkv.pool import Held
 from tierkv.service import wire
@@ -257,6 +257,8 @@ class Server:
                 directory.touch(space, wire.split_keys(message.keys, message.key_bytes), now)
             case wire.Outcome():
                 self._count_outcome(message)
+            case wire.Detach():
+                self._detach(session, message)
             case wire.Quiesced():
                 self._quiesced(session, message)
             case wire.Bye():
@@ -292,6 +294,12 @@ class Server:
             return
         session.spaces.add(namespace)
         self._done(session, message.seq, 0)
+
+    def _detach(self, session: Session, message: wire.Detach) -> None:
+        space = self._space(session, message.namespace)
+        session.spaces.discard(space)
+        if session.engine is not None:
+            self.directory.detach(session.engine, space)
 
     def _lookup(self, session: Session, message: wire.Lookup, now: float) -> None:
         space = self._space(session, message.namespace)

@@ -2,9 +2,9 @@
 
 Rule 1: bytes of KV never cross the socket; messages carry keys, offsets and leases.
 Rule 2: every message of a client has a sequence number. A connection is FIFO, so a reply to number
-n acknowledges everything up to n. One-way messages are `Commit`, `Release`, `Trim`, `Touch`,
-`Abandon`, `Outcome`, `Quiesced` and `Bye`; every other message of a client is answered, errors
-included.
+n acknowledges everything up to n. One-way messages are `Detach`, `Commit`, `Release`, `Trim`,
+`Touch`, `Abandon`, `Outcome`, `Quiesced` and `Bye`; every other message of a client is answered,
+errors included.
 Rule 3: nothing is executed or trusted. Bad input closes that session and nothing else.
 """
 
@@ -70,6 +70,13 @@ class Attach(_Message, frozen=True):
     slot_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     label: Text
     is_private: bool
+
+
+class Detach(_Message, frozen=True):
+    """Ends the use of a namespace; a private one is purged."""
+
+    seq: Seq
+    namespace: Digest
 
 
 class Lookup(_Message, frozen=True):
@@ -165,7 +172,7 @@ class Purge(_Message, frozen=True):
 
 
 Request = (
-    Hello | Attach | Lookup | Reserve | Commit | Release | Trim | Touch | Abandon | Outcome
+    Hello | Attach | Detach | Lookup | Reserve | Commit | Release | Trim | Touch | Abandon | Outcome
     | Quiesced | Bye | Ping | Stats | Check | Purge
 )  # fmt: skip
 

@@ -11,15 +11,17 @@ from tierkv.config import python_hash_seed
 
 
 def hash_seed(algorithm: str) -> tuple[str, bool]:
-    """The root of vLLM's hash chain in hexadecimal, and whether other processes have the same.
+    """The seed of vLLM's hash chain, and whether other processes have the same.
 
-    The xxhash algorithms draw a random root per process unless PYTHONHASHSEED is set; releases
-    before 0.29 do so for every algorithm and have no default seed.
+    The xxhash algorithms draw a random seed per process unless PYTHONHASHSEED is set; releases
+    before 0.29 do so for every algorithm and have no default seed. The root itself is not made yet
+    when ranks tell their layout.
     """
-    root = bytes(getattr(kv_cache_utils, "NONE_HASH", b"")).hex()
-    has_default = hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
-    is_fixed = has_default and algorithm.startswith("sha256")
-    return root, is_fixed or python_hash_seed() is not None
+    told = python_hash_seed()
+    if told is not None:
+        return f"PYTHONHASHSEED={told}", True
+    default = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
+    return str(default), default is not None and algorithm.startswith("sha256")
 
 
 def is_recompute(transfer_config: Any) -> bool:

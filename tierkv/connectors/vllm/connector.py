@@ -90,11 +90,26 @@ class TierKVConnector(KVConnectorBase_V1):
             raise LayoutMismatchError(
                 f"{type(spec).__name__} is not supported yet; TierKV serves full attention and MLA"
             )
+        self._refuse_context_parallelism()
         is_failing = not compat.is_recompute(transfer)
         if is_failing and not self.config.engine.allow_failed_requests:
             raise ConfigError(
                 "kv_load_failure_policy: 'fail' ends requests when a copy fails; set it to "
                 "'recompute', or set engine.allow_failed_requests: true"
+            )
+
+    def _refuse_context_parallelism(self) -> None:
+        parallel = self._vllm_config.parallel_config
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+            if getattr(parallel, name, 1) > 1:
+                raise LayoutMismatchError(
+                    f"{name} is {getattr(parallel, name)}; context parallelism is not supported yet"
+                )
+        page = self._vllm_config.cache_config.block_size
+        unit = getattr(self._kv_cache_config, "hash_block_size", None)
+        if unit not in (None, page):
+            raise LayoutMismatchError(
+                f"blocks of {page} tokens are hashed in units of {unit}; that is not supported yet"
             )
 
     # ---- making the halves ---------------------------------------------------------------------
@@ -205,7 +220,7 @@ class TierKVConnector(KVConnectorBase_V1):
         """All ranks' geometry is here: compute the namespace and start caching."""
         try:
             self._start_caching(metadata)
-        except TierKVError as error:
+        except (TierKVError, OSError) as error:
             logger.error("TierKV is off for this engine: %s", error)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
@@ -219,9 +234,10 @@ class TierKVConnector(KVConnectorBase_V1):
         self._rank_offsets = tuple(sum(sizes[:at]) for at in range(len(sizes)))
         self._slot_bytes = slot_bytes_of(sum(sizes))
         model = self._vllm_config.model_config
-        weights = identity.weights_identity(
-            model.model, getattr(model, "revision", None), self.config.engine.model_version
-        )
+        explicit = self.config.engine.model_version
+        weights = identity.weights_identity(model.model, getattr(model, "revision", None), explicit)
+        if str(self._vllm_config.load_config.load_format) == "dummy":
+            weights = None if explicit is None else weights  # random, whatever the files say
         algorithm = self._vllm_config.cache_config.prefix_caching_hash_algo
         seed, is_shared = compat.hash_seed(algorithm)
         if weights is None:

@@ -12,6 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from tierkv.connectors.vllm.kv_layout import Pages
 
+NO_GENERATION = -1  # of a plan that must fail: no pool has it
+
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
@@ -46,7 +48,7 @@ class StepPlan(KVConnectorMetadata):
         pool, generation: which pool the offsets belong to.
         rank_offsets: per rank in (pp, tp) order where its part of a payload begins.
         fences: stores whose device blocks this step may overwrite.
-        failures_seen: load failures of the workers that the scheduler has dealt with.
+        failures_seen: per rank, load failures that the scheduler has dealt with.
     """
 
     pool: str = ""
@@ -55,7 +57,7 @@ class StepPlan(KVConnectorMetadata):
     loads: list[LoadPlan] = field(default_factory=list)
     store: StorePlan | None = None
     fences: tuple[int, ...] = ()
-    failures_seen: int = 0
+    failures_seen: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -65,12 +67,12 @@ class WorkerReport(KVConnectorWorkerMetadata):
     Attributes:
         stored: write lease -> (ranks that reported, per block whether all of them stored it).
         loaded: read lease -> (ranks that reported, whether all of them loaded everything).
-        load_failures: load failures so far, the highest of all ranks.
+        load_failures: per rank, load failures so far.
     """
 
     stored: dict[int, tuple[int, list[bool]]] = field(default_factory=dict)
     loaded: dict[int, tuple[int, bool]] = field(default_factory=dict)
-    load_failures: int = 0
+    load_failures: dict[int, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport), "reports of one connector"
@@ -81,7 +83,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         for lease, (ranks, is_ok) in other.loaded.items():
             count, was_ok = self.loaded.get(lease, (0, True))
             self.loaded[lease] = (count + ranks, was_ok and is_ok)
-        self.load_failures = max(self.load_failures, other.load_failures)
+        self.load_failures.update(other.load_failures)
         return self
 
 

@@ -31,6 +31,18 @@ class Roles:
     may_store: bool
 
 
+@dataclass(slots=True)
+class CopyState:
+    """A lease whose copy was handed to the workers and is not reported by all ranks."""
+
+    generation: int
+    request: str
+    device_blocks: tuple[int, ...]
+    ranks: int = 0
+    is_ok: bool = True
+    flags: list[bool] | None = None
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """One request from its arrival to its end.
@@ -46,7 +58,8 @@ class RequestState:
         loading: the lease of a load that was issued and not yet reported.
         block_ids: device blocks, first token first.
         blocks_stored: leading TierKV blocks that need no more storing.
-        may_load: False after a failed load, so that it is not tried for ever.
+        may_store: False after a reset, as long as it holds what it computed before.
+        preemptions: of the engine's count, those that were noted.
         outcome: (device, dram) tokens of the first admission, for the statistics.
     """
 
@@ -62,7 +75,8 @@ class RequestState:
     loading: LeaseId | None = None
     block_ids: list[int] = field(default_factory=list)
     blocks_stored: int = 0
-    may_load: bool = True
+    may_store: bool = True
+    preemptions: int = 0
     outcome: tuple[int, int] | None = None
     keys: list[BlockKey] = field(default_factory=list)
 
@@ -74,6 +88,7 @@ class RequestState:
     def forget_admission(self) -> None:
         """The request was preempted: it will be looked up and admitted anew."""
         self.take_back_promise()
+        self.may_store = True
         self.asked_at = None
         self.asks = 0
         self.local_tokens = 0

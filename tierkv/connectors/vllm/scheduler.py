@@ -14,32 +14,27 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from tierkv.config import EngineConfig
 from tierkv.connectors.vllm.identity import adapter_digest
 from tierkv.connectors.vllm.kv_layout import Pages
-from tierkv.connectors.vllm.meta import LoadPlan, StepPlan, StorePlan, WorkerReport
-from tierkv.connectors.vllm.requests import RequestState, Roles, Sizes
+from tierkv.connectors.vllm.meta import (
+    NO_GENERATION,
+    LoadPlan,
+    StepPlan,
+    StorePlan,
+    WorkerReport,
+)
+from tierkv.connectors.vllm.requests import CopyState, RequestState, Roles, Sizes
 from tierkv.hashing import block_key
-from tierkv.service.client import Attachment, Client, Grant
+from tierkv.service.client import NO_OFFSETS, Answer, Attachment, Client, Grant
 from tierkv.types import BlockKey, LeaseId
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(slots=True)
-class _Copy:
-    """A lease whose copy was handed to the workers and is not reported by all ranks."""
-
-    generation: int
-    request: str
-    device_blocks: tuple[int, ...]
-    ranks: int = 0
-    is_ok: bool = True
-    flags: list[bool] | None = None
+ADAPTERS_MAX = 1_024
+NO_LEASE = LeaseId(0)
 
 
 class SchedulerHalf:
@@ -55,14 +50,15 @@ class SchedulerHalf:
         self._rank_offsets: tuple[int, ...] = ()
         self._requests: dict[str, RequestState] = {}
         self._owner: dict[LeaseId, str] = {}  # undecided or unissued read leases
-        self._loads: dict[LeaseId, _Copy] = {}
-        self._stores: dict[LeaseId, _Copy] = {}
+        self._loads: dict[LeaseId, CopyState] = {}
+        self._stores: dict[LeaseId, CopyState] = {}
         self._readers: dict[int, set[LeaseId]] = {}  # device block -> stores that read it
         self._planned: list[LoadPlan] = []
         self._allocated: set[int] = set()
         self._generation = 0
-        self._failures_seen = 0
+        self._failures_seen: dict[int, int] = {}
         self._must_quiesce = False
+        self._adapters: dict[tuple[int, str], bytes] = {}
 
     # ---- life of the engine --------------------------------------------------------------------
 
@@ -98,7 +94,8 @@ class SchedulerHalf:
         """Drop every undecided lookup: the namespace changed."""
         for state in self._requests.values():
             self._give_up(state)
-            state.take_back_promise()
+            # What it computed so far may be of before the reset; a preemption starts it anew.
+            state.may_store = not state.block_ids
             state.blocks_stored = 0
 
     # ---- lookup --------------------------------------------------------------------------------
@@ -110,21 +107,27 @@ class SchedulerHalf:
         self._requests[request.request_id] = state
         lora = getattr(request, "lora_request", None)
         if lora is not None and not self._take_adapter(state, lora):
+            del self._requests[request.request_id]
             return
         self._ask(state)
 
     def _take_adapter(self, state: RequestState, lora: Any) -> bool:
-        try:
-            state.adapter = adapter_digest(lora.lora_path)
-        except OSError as error:
-            logger.warning("adapter files cannot be read, its requests are not cached: %s", error)
-            state.may_load = False
-            del self._requests[state.request.request_id]
-            return False
+        """Digest an adapter when it is first used: later its files may be those of another."""
+        name = (lora.lora_int_id, lora.lora_path)
+        state.adapter = self._adapters.get(name)
+        if state.adapter is None or getattr(lora, "load_inplace", False):
+            try:
+                state.adapter = adapter_digest(lora.lora_path)
+            except OSError as error:
+                logger.warning("adapter files not readable, requests are not cached: %s", error)
+                return False
+            self._adapters[name] = state.adapter
+            if len(self._adapters) > ADAPTERS_MAX:
+                del self._adapters[next(iter(self._adapters))]
         return True
 
     def _ask(self, state: RequestState) -> None:
-        if not (self._roles.may_load and state.may_load) or self._attachment is None:
+        if not self._roles.may_load or self._attachment is None:
             return
         count = state.request.num_tokens // self._sizes.block
         keys = list(self._keys(state, count))
@@ -154,6 +157,7 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         if state is None:
             return 0, False
+        self._note_preemption(state)
         if state.is_decided and local_tokens == state.local_tokens:
             return state.promised_tokens, self._is_async and state.promised_tokens > 0
         if state.is_decided and state.answer is None and local_tokens < state.local_tokens:
@@ -214,6 +218,7 @@ class SchedulerHalf:
             self._owner.pop(state.answer.lease, None)
             self.client.release([state.answer.lease])
         state.answer = None
+        state.take_back_promise()
 
     # ---- admission -----------------------------------------------------------------------------
 
@@ -238,23 +243,29 @@ class SchedulerHalf:
         self._plan_load(state, block_ids, external_tokens)
 
     def _plan_load(self, state: RequestState, block_ids: list[int], tokens: int) -> None:
-        answer = state.answer
-        assert answer is not None, "vLLM takes only tokens that it was told of"
         per, page = self._sizes.engine_blocks, self._sizes.engine_block
         first = state.local_tokens // page
         places = range(first, first + tokens // page)
+        answer = state.answer or Answer(NO_LEASE, NO_OFFSETS, 0)
+        is_held = len(answer.offsets) * per >= places.stop
         pages = Pages(
             tuple(block_ids[at] for at in places),
-            tuple(int(answer.offsets[at // per]) for at in places),
+            tuple(int(answer.offsets[at // per]) if is_held else 0 for at in places),
             tuple(at % per for at in places),
         )
+        state.answer = None
+        state.take_back_promise()
+        if not is_held:  # what was promised is gone: the workers report a failed load
+            logger.error("no answer behind a promised load; it is computed")
+            self._planned.append(LoadPlan(NO_LEASE, NO_GENERATION, state.request.request_id, pages,
+                                          self._is_async))  # fmt: skip
+            return
         lease = answer.lease
         self._owner.pop(lease, None)
         self.client.trim(lease, (places[-1]) // per + 1)
-        state.answer = None
         state.loading = lease
         request = state.request.request_id
-        self._loads[lease] = _Copy(self._generation, request, pages.device_blocks)
+        self._loads[lease] = CopyState(self._generation, request, pages.device_blocks)
         self._planned.append(LoadPlan(lease, self._generation, request, pages, self._is_async))
 
     # ---- one step ------------------------------------------------------------------------------
@@ -262,12 +273,13 @@ class SchedulerHalf:
     def plan_step(self, output: Any) -> StepPlan:
         """Everything that the workers do in this step."""
         self._poll()
-        preempted = set(output.preempted_req_ids or ())
-        fenced = self._fenced_by_preemption(preempted)
+        for request in output.preempted_req_ids or ():
+            state = self._requests.get(request)
+            if state is not None:
+                self._note_preemption(state)
+        # A request may be preempted and resumed in one step, so its blocks are followed last.
         computed = self._follow_blocks(output)
-        for request in preempted:
-            self._preempted(request)
-        fenced |= self._fenced_by_reuse()
+        fenced = self._fenced_by_reuse()
         welcome = self.client.welcome
         plan = StepPlan(
             pool=welcome.pool if welcome is not None else "",
@@ -276,7 +288,7 @@ class SchedulerHalf:
             loads=self._planned,
             store=self._plan_store(output, computed),
             fences=tuple(sorted(fenced)),
-            failures_seen=self._failures_seen,
+            failures_seen=dict(self._failures_seen),
         )
         self._planned = []
         self._allocated = set()
@@ -310,21 +322,18 @@ class SchedulerHalf:
         shared = state.local_tokens // self._sizes.engine_block
         self._allocated.update(block for block in block_ids[shared:] if block)
 
-    def _preempted(self, request: str) -> None:
-        state = self._requests.get(request)
-        if state is None:
+    def _note_preemption(self, state: RequestState) -> None:
+        """Start a request anew if it was preempted since the last look.
+
+        vLLM has no callback for it, and preempts outside of a step too (pause, reset).
+        """
+        if state.request.num_preemptions == state.preemptions:
             return
+        state.preemptions = state.request.num_preemptions
+        self._allocated.update(state.block_ids)  # from now on others may write there
         self._give_up(state)
         state.forget_admission()
         self._ask(state)
-
-    def _fenced_by_preemption(self, preempted: Iterable[str]) -> set[LeaseId]:
-        found: set[LeaseId] = set()
-        for request in preempted:
-            state = self._requests.get(request)
-            for block in state.block_ids if state is not None else ():
-                found |= self._readers.get(block, set())
-        return found
 
     def _fenced_by_reuse(self) -> set[LeaseId]:
         found: set[LeaseId] = set()
@@ -339,20 +348,24 @@ class SchedulerHalf:
         """Reserve the blocks that this step completes. No round trip if it completes none."""
         if not self._roles.may_store or self._attachment is None:
             return None
+        if not self.client.is_attached(self._attachment.namespace):
+            return None
         runs: list[tuple[BlockKey | None, list[BlockKey]]] = []
         places: list[tuple[RequestState, int]] = []  # per key: request and index of its block
         seen: set[BlockKey] = set()
         for request, tokens in output.num_scheduled_tokens.items():
             state = self._requests.get(request)
-            if state is None:
+            if state is None or not state.may_store:
                 continue
             first, end = state.blocks_stored, self._storable(state, computed[request] + tokens)
-            keys = self._keys(state, end)[first:end]
-            if not keys or keys[0] in seen:
-                continue  # an equal prompt in the same batch stores them
-            fresh = list(itertools.takewhile(lambda key: key not in seen, keys))
+            keys = self._keys(state, end)
+            while first < end and keys[first] in seen:
+                first += 1  # another prompt of this batch stores it
+            fresh = list(itertools.takewhile(lambda key: key not in seen, keys[first:end]))
+            if not fresh:
+                continue
             seen.update(fresh)
-            runs.append((state.keys[first - 1] if first else None, fresh))
+            runs.append((keys[first - 1] if first else None, fresh))
             places += [(state, first + at) for at in range(len(fresh))]
             state.blocks_stored = first + len(fresh)
         if not runs:
@@ -387,7 +400,7 @@ class SchedulerHalf:
                 slots += [offset] * per
                 blocks += 1
         pages = Pages(tuple(device), tuple(slots), tuple(range(per)) * blocks)
-        self._stores[grant.lease] = _Copy(self._generation, "", pages.device_blocks)
+        self._stores[grant.lease] = CopyState(self._generation, "", pages.device_blocks)
         for block in device:
             self._readers.setdefault(block, set()).add(grant.lease)
         return StorePlan(grant.lease, self._generation, blocks, per, pages)
@@ -396,8 +409,10 @@ class SchedulerHalf:
 
     def take_report(self, report: WorkerReport) -> None:
         """Copies ended on some ranks."""
-        self._failures_seen = max(self._failures_seen, report.load_failures)
-        for lease, (ranks, flags) in report.stored.items():
+        for rank, count in report.load_failures.items():
+            seen = self._failures_seen.get(rank, 0)
+            self._failures_seen[rank] = max(seen, count)
+        for lease, (ranks, flags) in sorted(report.stored.items()):  # predecessors first
             self._stored(LeaseId(lease), ranks, flags)
         for lease, (ranks, is_ok) in report.loaded.items():
             self._loaded(LeaseId(lease), ranks, is_ok)
@@ -427,11 +442,8 @@ class SchedulerHalf:
         copy.ranks += ranks
         copy.is_ok = copy.is_ok and is_ok
         state = self._requests.get(copy.request)
-        if state is not None and not is_ok:
-            state.may_load = False  # or vLLM would look up, load and fail for ever
-            state.take_back_promise()
-            if state.outcome is not None:
-                state.outcome = (state.outcome[0], 0)
+        if state is not None and not is_ok and state.outcome is not None:
+            state.outcome = (state.outcome[0], 0)  # it is computed; nothing is looked up again
         if copy.ranks < self._sizes.ranks:
             return
         del self._loads[lease]
@@ -461,7 +473,6 @@ class SchedulerHalf:
             state = self._requests.get(self._owner.get(lease, ""))
             if state is not None:
                 self._give_up(state)
-                state.take_back_promise()
         if self._must_quiesce and not self._has_old_copies():
             self._must_quiesce = False
             self.client.say_quiesced()

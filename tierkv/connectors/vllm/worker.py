@@ -24,7 +24,8 @@ from tierkv.connectors.vllm.meta import (
     WorkerReport,
 )
 from tierkv.device.base import CopyEngine, CopyEvent, Direction
-from tierkv.pool import Pool, PoolMapper
+from tierkv.mapper import PoolMapper
+from tierkv.pool import Pool
 from tierkv.types import EngineId
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class _Load:
 class _Store:
     plan: StorePlan
     events: list[CopyEvent]
+    is_submitted: bool = False
     is_tainted: bool = False
 
 
@@ -139,12 +141,15 @@ class WorkerHalf:
     def wait_for_layer(self, name: str) -> None:
         """Before a layer's attention: its blocks of all loads of the step are there."""
         for load in self._step_loads:
-            load.by_layer[name].wait()
+            event = load.by_layer.get(name)
+            if event is not None:
+                event.wait()
 
     def layer_computed(self, name: str) -> None:
         """After a layer's attention: store that layer now, in layer-wise mode."""
         self._has_computed = True
-        if self._is_layerwise_store and self._plan.store is not None:
+        is_known = self._layout is not None and name in self._layout.names
+        if self._is_layerwise_store and self._plan.store is not None and is_known:
             self._store_layers([name])
 
     def end_forward(self) -> None:
@@ -156,10 +161,13 @@ class WorkerHalf:
                 self._store_layers(rest)
         store = self._step_store
         if store is not None:
-            store.is_tainted = self._load_failures > self._plan.failures_seen
+            seen = self._plan.failures_seen.get(self._rank, 0)
+            store.is_tainted = self._load_failures > seen
+            store.is_submitted = True
 
     def take_loaded(self) -> set[str]:
         """Requests whose asynchronous load ended since the last call, well or not."""
+        self._finish_step_loads()
         if not self._has_computed and (self._loads or self._stores):
             self._copies.give_way()
         ended = [load for load in self._loads if all(e.is_done() for e in load.events)]
@@ -176,13 +184,14 @@ class WorkerHalf:
     def take_report(self) -> WorkerReport | None:
         """What ended since the last call, for the scheduler half."""
         for lease, store in list(self._stores.items()):
-            if all(event.is_done() for event in store.events):
+            # With a draft model vLLM asks before the step's last layers are submitted.
+            if store.is_submitted and all(event.is_done() for event in store.events):
                 del self._stores[lease]
                 is_ok = not store.is_tainted and all(event.is_ok for event in store.events)
                 self._report.stored[lease] = (1, [is_ok] * store.plan.blocks)
         self._count_copies(0)
-        self._report.load_failures = self._load_failures
-        report, self._report = self._report, WorkerReport(load_failures=self._load_failures)
+        self._report.load_failures = {self._rank: self._load_failures}
+        report, self._report = self._report, WorkerReport()
         return report if report.stored or report.loaded else None
 
     def close(self) -> None:
