@@ -129,7 +129,7 @@ def test_a_late_success_alone_does_not_close_it():
 
 def test_a_closed_breaker_has_forgotten_everything():
     breaker = opened()
-    breaker.close()
+    breaker.close(0.5)
     assert not breaker.is_open
     assert not breaker.may_try(1e9)
     breaker.note(False, 1.0)
@@ -142,10 +142,25 @@ def test_a_closed_breaker_has_forgotten_everything():
 def test_an_opening_after_a_close_starts_with_the_shortest_interval():
     breaker = opened()
     assert len(tries(breaker, 100.0)) > 5
-    breaker.close()
+    breaker.close(100.0)
     for _ in range(FAILURES_IN_A_ROW_MAX):
         breaker.note(False, 200.0)
     assert tries(breaker, 204.0, start=200.0) == [200.5, 201.5, 203.5]
+
+
+def test_a_breaker_that_opens_again_soon_is_tried_more_rarely():
+    """Else a daemon that is always a little too slow opens and closes it for ever."""
+    breaker, now, first = opened(), 0.0, []
+    for _ in range(5):
+        while not breaker.may_try(now):
+            now += 0.25
+        first.append(now)
+        breaker.close(now)
+        for _ in range(FAILURES_IN_A_ROW_MAX):
+            breaker.note(False, now)
+    gaps = [b - a for a, b in itertools.pairwise(first)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] >= 8 * gaps[0]
 
 
 def test_it_opens_exactly_when_a_plain_count_says_so():
@@ -162,5 +177,5 @@ def test_it_opens_exactly_when_a_plain_count_says_so():
             is_share = len(last) == WINDOW and last.count(False) > WINDOW * FAILURE_SHARE_MAX
             assert breaker.is_open == (is_row or is_share)
             if breaker.is_open:
-                breaker.close()
+                breaker.close(float(now))
                 history.clear()

@@ -6,7 +6,7 @@ import pytest
 
 from tests.core_world import SLOT_BYTES, SPACE, World, keys_of
 from tierkv.core.namespace import State
-from tierkv.core.values import Ready, Recall
+from tierkv.core.values import Limits, Ready, Recall, Run
 
 
 @pytest.fixture(autouse=True)
@@ -105,8 +105,6 @@ def test_reserve_behind_an_absent_predecessor_is_skipped(world):
 
 
 def test_one_lease_covers_all_runs_of_a_step(world):
-    from tierkv.core.values import Run
-
     runs = [Run(None, keys_of("a")), Run(None, keys_of("b"))]
     granted = world.directory.reserve("e", SPACE, runs, 0.0)
     world.directory.commit(granted.lease, [True, False])
@@ -440,3 +438,28 @@ def test_states_are_what_the_table_says(world):
     world.lookup("a")
     world.directory.purge()
     assert space.state[row] == State.DOOMED
+
+
+def test_a_layout_without_users_gives_even_its_last_extent():
+    world = World(slots=4, units=1)
+    world.store("abcd")
+    world.directory.end_engine("e")
+    other = b"T" * 32
+    world.join("f", other)
+    assert world.store("x", engine="f", space=other) == 1
+    world.directory.check()
+
+
+def test_a_run_may_follow_another_run_of_the_same_step(world):
+    runs = [Run(None, keys_of("ab")), Run(keys_of("b")[0], keys_of("c"))]
+    granted = world.directory.reserve("e", SPACE, runs, 0.0)
+    world.directory.commit(granted.lease, [True] * 3)
+    assert world.resident("abc") == 3
+
+
+def test_slots_that_are_too_many_for_an_index_are_refused(world):
+    from tierkv.core.directory import Directory
+
+    directory = Directory(Limits(1 << 30, 1 << 20))
+    directory.open_engine("e")
+    assert "too many" in directory.attach("e", SPACE, 1)

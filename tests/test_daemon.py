@@ -531,3 +531,57 @@ def lose_session(client: Client, node: Node) -> None:
     with contextlib.suppress(DaemonUnavailableError):
         client.ask(wire.Ping, 1.0)
     wait_for(lambda: client.link is not Link.UP, client)
+
+
+def test_a_ticket_of_a_lost_session_never_gets_the_answer_of_another_request(node):
+    node.start_daemon()
+    engine = node.engine("e")
+    engine.store("ab")
+    engine.store("xy")
+    old = engine.client.send_lookup(SPACE, keys_of("ab"))
+    lose_session(engine.client, node)
+    engine.connect()
+    new = [engine.client.send_lookup(SPACE, keys_of("xy")) for _ in range(8)]
+    assert old not in new
+    assert engine.client.take_answer(old) is None
+    for ticket in new:
+        engine.client.release([engine.client.take_answer(ticket).lease])
+    engine.ping()
+    assert node.held() == (0, 0)
+
+
+def test_a_recall_reaches_an_answer_that_nobody_has_read(tmp_path):
+    node = Node(tmp_path, SLOTS)
+    node.config = node.config.model_copy(
+        update={"dram": node.config.dram.model_copy(update={"pinned_share_max": 0.5})}
+    )
+    try:
+        node.start_daemon()
+        engine = node.engine("e")
+        engine.store("abcdef")
+        ticket = engine.client.send_lookup(SPACE, keys_of("abcdef"))
+        engine.ping()
+        answer = engine.client.take_answer(ticket)
+        assert answer is not None
+        assert len(answer.offsets) == 0, "it became a miss"
+        engine.ping()
+        assert node.held() == (0, 0)
+    finally:
+        node.close()
+
+
+def test_nothing_that_goes_wrong_while_connecting_reaches_the_engine(node):
+    node.start_daemon()
+    mappers = node.run_directory / "mappers"
+    mappers.mkdir(mode=0o700, exist_ok=True)
+    mappers.chmod(0o755)
+    client = Client(node.socket, "late")
+    try:
+        for _ in range(5):
+            client.poll()
+        assert client.link is Link.DOWN
+        mappers.chmod(0o700)
+        client.connect(WAIT_MAX_S)
+    finally:
+        mappers.chmod(0o700)
+        client.close()

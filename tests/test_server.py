@@ -308,6 +308,38 @@ def test_a_connection_cannot_change_its_engine(desk):
     assert not desk.directory.leases
 
 
+# ---- namespaces end ----------------------------------------------------------------------------
+
+
+def test_detach_of_a_private_namespace_purges_it(desk):
+    engine = desk.peer("e")
+    private = b"P" * 32
+    engine.say(wire.Attach, private, SLOT_BYTES, "", True)
+    keys = b"a\0"
+    engine.say(wire.Reserve, private, 2, keys, [(b"", 1)])
+    lease = next(iter(desk.directory.leases))
+    engine.say(wire.Commit, lease, b"\1")
+    assert len(desk.directory.spaces[private].index) == 1
+    engine.say(wire.Detach, private)
+    assert not desk.directory.spaces[private].index
+    assert not desk.directory.spaces[private].users
+
+
+def test_a_hundred_resets_of_one_engine_starve_nobody(desk):
+    """Each reset is a fresh private namespace; the old one must give its extent back."""
+    engine = desk.peer("e")
+    for at in range(100):
+        private = bytes([at]) * 32
+        engine.say(wire.Attach, private, SLOT_BYTES, "", True)
+        engine.say(wire.Reserve, private, 2, b"a\0", [(b"", 1)])
+        (lease,) = desk.directory.leases
+        engine.say(wire.Commit, lease, b"\1")
+        assert len(desk.directory.spaces[private].index) == 1, at
+        engine.say(wire.Detach, private)
+        desk.now += 10.0
+    desk.directory.check()
+
+
 # ---- abandon -----------------------------------------------------------------------------------
 
 

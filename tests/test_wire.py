@@ -35,6 +35,7 @@ REQUESTS = [
     wire.Hello(1, 1, 1, "engine-0_A", False, [], "{}"),
     wire.Hello(TOP, 0, TOP, "", True, [0, TOP], '{"dram": {"capacity": "1GiB"}}'),
     wire.Attach(2, SPACE, 1 << 40, "a model, größer", True),
+    wire.Detach(3, SPACE),
     wire.Lookup(3, SPACE, 33, KEYS),
     wire.Lookup(3, SPACE, 2, b""),
     wire.Reserve(4, SPACE, 33, KEYS, [(b"", 1), (b"p" * 33, 1)]),

@@ -17,8 +17,14 @@ import torch
 from tests.processes import Node, wait_for
 from tierkv.config import EngineConfig
 from tierkv.connectors.vllm.identity import geometry_by_rank, namespace_of
-from tierkv.connectors.vllm.kv_layout import KvLayout, describe_layers
-from tierkv.connectors.vllm.meta import StepPlan, WorkerGeometry, WorkerReport
+from tierkv.connectors.vllm.kv_layout import KvLayout, Pages, describe_layers
+from tierkv.connectors.vllm.meta import (
+    NO_GENERATION,
+    LoadPlan,
+    StepPlan,
+    WorkerGeometry,
+    WorkerReport,
+)
 from tierkv.connectors.vllm.requests import Roles, Sizes
 from tierkv.connectors.vllm.scheduler import SchedulerHalf
 from tierkv.connectors.vllm.worker import WorkerHalf
@@ -45,6 +51,7 @@ class Request:
     block_hashes: list[bytes]
     lora_request: object = None
     num_prompt_tokens: int = 0
+    num_preemptions: int = 0
 
     def __post_init__(self):
         self.num_prompt_tokens = self.num_tokens
@@ -162,8 +169,10 @@ def make(node):
         engine.close()
 
 
-def store(engine: Engine, name: str, block_ids: list[int]) -> StepPlan:
-    request = request_of(name, len(block_ids))
+def store(
+    engine: Engine, name: str, block_ids: list[int], request: Request | None = None
+) -> StepPlan:
+    request = request or request_of(name, len(block_ids))
     engine.scheduler.new_request(request)
     assert engine.scheduler.matched_tokens(request, 0) == (0, False)
     engine.scheduler.allocated(request, block_ids, 0)
@@ -273,7 +282,8 @@ def test_a_load_waits_for_the_report_of_every_rank_before_its_lease_ends(make, n
 def test_a_step_that_uses_a_block_again_names_the_stores_that_read_it(make):
     engine = make()
     warm_up(engine)
-    plan = store(engine, "r", [3, 4])
+    request = request_of("r", 2)
+    plan = store(engine, "r", [3, 4], request)
     other = request_of("s", 2)
     other.block_hashes = [b"x" * 32, b"y" * 32]
     engine.scheduler.new_request(other)
@@ -283,6 +293,7 @@ def test_a_step_that_uses_a_block_again_names_the_stores_that_read_it(make):
     assert again.fences == (plan.store.lease,)
     untouched = engine.scheduler.plan_step(Output())
     assert untouched.fences == ()
+    request.num_preemptions = 1
     preempted = engine.scheduler.plan_step(Output(preempted_req_ids={"r"}))
     assert plan.store.lease in preempted.fences
     for step in (plan, again):
@@ -411,9 +422,105 @@ def test_every_ingredient_changes_the_namespace():
 def test_neighbouring_pages_move_as_one():
     tensor = torch.zeros(8, 64, dtype=torch.uint8)
     layout = KvLayout(describe_layers({"l": tensor}, 8), 4)
-    from tierkv.connectors.vllm.kv_layout import Pages
-
     pages = Pages((2, 3, 4, 7), (0, 0, 0, 0), (0, 1, 2, 3))
     copies = layout.descriptors(["l"], pages, 0, 0)
     assert copies.sizes.tolist() == [192, 64]
     assert np.diff(copies.host).tolist() == [192]
+
+
+def test_a_request_preempted_and_resumed_in_one_step_keeps_its_new_blocks(make, node):
+    """vLLM preempts outside of a step too; its blocks then arrive in the step that names it."""
+    engine = make()
+    warm_up(engine)
+    request = request_of("r", 3)
+    for report in engine.run(store(engine, "r", [3, 4], request)):
+        engine.scheduler.take_report(report)
+    node.admin.ask(lambda seq: wire.Purge(seq, ""), 5)
+    request.num_preemptions = 1
+    engine.scheduler.matched_tokens(request, 0)
+    engine.scheduler.allocated(request, [7, 8, 9], 0)
+    for at, block in enumerate([7, 8, 9]):
+        engine.fill(block, at + 1)
+    step = new_step("r", [7, 8, 9], 0, 48)
+    step.preempted_req_ids = {"r"}
+    plan = engine.scheduler.plan_step(step)
+    assert plan.store.pages.device_blocks == (7, 8, 9)
+
+
+def test_a_promise_is_not_kept_beyond_its_admission(make):
+    """A request preempted outside of a step is asked about again before the next plan."""
+    engine = make()
+    warm_up(engine)
+    first, second = engine.run(store(engine, "r", [1]))
+    engine.scheduler.take_report(first.aggregate(second))
+    request = request_of("s", 1)
+    engine.scheduler.new_request(request)
+    assert engine.scheduler.matched_tokens(request, 0) == (16, True)
+    engine.scheduler.allocated(request, [6], 16)
+    for report in engine.run(engine.scheduler.plan_step(Output())):
+        engine.scheduler.take_report(report)
+    request.num_preemptions = 1
+    assert engine.scheduler.matched_tokens(request, 0) == (16, True), "looked up anew"
+    engine.scheduler.allocated(request, [7], 16)
+    (load,) = engine.scheduler.plan_step(Output()).loads
+    assert load.pages.device_blocks == (7,)
+
+
+def test_a_load_whose_answer_is_gone_fails_instead_of_raising(make):
+    engine = make()
+    request = request_of("s", 1)
+    engine.scheduler.new_request(request)
+    engine.scheduler.allocated(request, [6], 16)
+    plan = engine.scheduler.plan_step(Output())
+    for worker in engine.workers:
+        worker.begin_step(plan)
+        worker.start_loads()
+        assert worker.take_loaded() == {"s"}
+        assert worker.take_bad_blocks() == {6}
+
+
+def test_a_failed_load_taints_the_stores_of_its_own_rank(make):
+    """One rank's old failure must not hide another rank's first one."""
+    engine = make(load_mode="layerwise")
+    warm_up(engine)
+    plan = store(engine, "r", [3])
+    bad = LoadPlan(1, NO_GENERATION, "x", Pages((5,), (0,), (0,)), False)
+    plan.loads.append(bad)
+    plan.failures_seen = {0: 1}
+    worker = engine.workers[1]
+    worker.begin_step(plan)
+    worker.start_loads()
+    worker.end_forward()
+    report = engine.report_of(worker)
+    while plan.store.lease not in report.stored:
+        report = report.aggregate(engine.report_of(worker))
+    assert report.stored[plan.store.lease] == (1, [False])
+
+
+def test_a_store_is_not_reported_before_the_step_has_ended(make):
+    """With a draft model vLLM asks for reports before the last layers are submitted."""
+    engine = make()
+    warm_up(engine)
+    plan = store(engine, "r", [3])
+    worker = engine.workers[0]
+    worker.begin_step(plan)
+    worker.start_loads()
+    assert worker.take_report() is None
+    worker.end_forward()
+    assert plan.store.lease in engine.report_of(worker).stored
+
+
+def test_tails_behind_a_shared_prefix_are_stored_in_the_same_step(make):
+    engine = make()
+    one, two = request_of("r", 2), request_of("s", 2)
+    two.block_hashes = [one.block_hashes[0], b"z" * 32]
+    for request in (one, two):
+        engine.scheduler.new_request(request)
+        engine.scheduler.matched_tokens(request, 0)
+    engine.scheduler.allocated(one, [1, 2], 0)
+    engine.scheduler.allocated(two, [1, 3], 0)
+    step = new_step("r", [1, 2], 0, 32)
+    step.scheduled_new_reqs += new_step("s", [1, 3], 16, 16).scheduled_new_reqs
+    step.num_scheduled_tokens["s"] = 16
+    plan = engine.scheduler.plan_step(step)
+    assert plan.store.pages.device_blocks == (1, 2, 3)

@@ -189,3 +189,25 @@ def test_mla(make_engine):
     driver.forget_device()
     hurt = driver.generate(tokens, new=1, top=20)
     assert hurt.tokens != want.tokens or len(set(hurt.top) & set(want.top)) < 10
+
+
+@pytest.mark.parametrize("is_connector_reset", [False, True])
+def test_a_reset_that_preempts_running_requests_changes_no_output(
+    make_engine, baseline, is_connector_reset
+):
+    """vLLM preempts outside of a step, and resumes in the step that names the preemption."""
+    driver = make_engine(engine={"swap_in_threshold": 0})
+    driver.purge()
+    driver.generate(PROMPTS[1])
+    driver.forget_device()
+    want = baseline[0][:2]
+    name = driver.add(PROMPTS[0], new=8)
+    for _ in range(4):
+        driver.step()
+    driver.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=is_connector_reset)
+    (result,) = driver.finish([name])
+    assert difference(want[0], result) <= TOLERANCE
+    for tokens, expected in zip(PROMPTS[:2], want, strict=False):
+        driver.forget_device()
+        assert difference(expected, driver.generate(tokens)) <= TOLERANCE
+    driver.check()

@@ -414,7 +414,8 @@ class Client:
             self._post(wire.Ping(self._next()))  # its reply acknowledges them
 
     def _await(self, seq: int, deadline_s: float) -> wire.Reply | None:
-        end = time.monotonic() + (0.0 if self.breaker.is_open else deadline_s)
+        wait_s = 0.0 if self.breaker.is_open else deadline_s
+        end = time.monotonic() + wait_s
         while seq in self._waiting and seq not in self._replies:
             left = end - time.monotonic()
             if left <= 0 or self.link is Link.DOWN:
@@ -423,7 +424,7 @@ class Client:
         reply = self._replies.pop(seq, None)
         if seq in self._waiting:
             self._waiting.discard(seq)
-            if self.link is Link.UP:
+            if self.link is Link.UP and (wait_s > 0 or reply is not None):
                 self.breaker.note(reply is not None, time.monotonic())
             if reply is None:
                 self._post(wire.Abandon(self._next(), seq))

@@ -28,6 +28,7 @@ START_PAUSE_FIRST_S = 1.0
 START_PAUSE_MAX_S = 30.0
 LOCK_PERIOD_S = 0.25
 RETRY_PAUSE_S = 1.0
+SEND_QUEUE_MAX = 16_384
 
 
 class Link(Enum):
@@ -222,6 +223,7 @@ class Connection:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MESSAGE_BYTES_MAX)
+        self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MAX)
         self._socket.connect(f"ipc://{self.socket_path}")
         self.link = Link.GREETING
         self._greet_until = now + HELLO_WAIT_S
