@@ -463,3 +463,29 @@ def test_slots_that_are_too_many_for_an_index_are_refused(world):
     directory = Directory(Limits(1 << 30, 1 << 20))
     directory.open_engine("e")
     assert "too many" in directory.attach("e", SPACE, 1)
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_layout_that_nobody_hits_any_more_gives_its_extents_back(is_gone):
+    """Heat is halved every minute, whether or not anybody asks."""
+    world = World(slots=16, units=8)
+    directory = world.directory
+    letters = "ABCDEFGHIJKLMNOP"
+    world.store(letters)
+    for _ in range(50):
+        world.resident(letters)
+    if is_gone:
+        directory.end_engine("e")
+    other = b"T" * 32
+    world.join("f", other)
+    keys = keys_of("abcdefgh")
+    for minute in range(1_440, 1_460):
+        now = minute * 60.0
+        granted = directory.reserve("f", other, [Run(None, keys)], now)
+        if granted.lease:
+            directory.commit(granted.lease, [True] * int((granted.offsets >= 0).sum()))
+        found = directory.lookup("f", other, keys, now)
+        if found.lease:
+            directory.release(found.lease)
+    directory.check()
+    assert len(found.offsets) == len(keys)

@@ -19,11 +19,11 @@ import time
 import pytest
 
 from tests.core_world import SPACE, keys_of
-from tests.processes import WAIT_MAX_S, Node, raw_peer, wait_for, wait_for_end
+from tests.processes import SLOT_BYTES, WAIT_MAX_S, Node, raw_peer, wait_for, wait_for_end
 from tierkv.errors import DaemonUnavailableError, PoolError
 from tierkv.pool import DaemonLock, MapperLock, create_pool
 from tierkv.service import wire
-from tierkv.service.client import Client
+from tierkv.service.client import Attachment, Client
 from tierkv.service.connection import HELLO_WAIT_S, Link
 from tierkv.service.daemon import node_text
 
@@ -585,3 +585,15 @@ def test_nothing_that_goes_wrong_while_connecting_reaches_the_engine(node):
     finally:
         mappers.chmod(0o700)
         client.close()
+
+
+def test_a_namespace_given_up_before_it_was_attached_is_detached(node):
+    node.start_daemon()
+    engine = node.engine("e")
+    private = b"P" * 32
+    engine.client.attach(Attachment(private, SLOT_BYTES, "", True))
+    engine.client.detach(private)
+    engine.ping()
+    engine.ping()
+    space = next(s for s in node.stats()["namespaces"] if s["namespace"] == private.hex())
+    assert space["users"] == 0

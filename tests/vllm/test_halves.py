@@ -16,6 +16,7 @@ import torch
 
 from tests.processes import Node, wait_for
 from tierkv.config import EngineConfig
+from tierkv.connectors.vllm.adapters import AdapterDigests
 from tierkv.connectors.vllm.identity import geometry_by_rank, namespace_of
 from tierkv.connectors.vllm.kv_layout import KvLayout, Pages, describe_layers
 from tierkv.connectors.vllm.meta import (
@@ -524,3 +525,56 @@ def test_tails_behind_a_shared_prefix_are_stored_in_the_same_step(make):
     step.num_scheduled_tokens["s"] = 16
     plan = engine.scheduler.plan_step(step)
     assert plan.store.pages.device_blocks == (1, 2, 3)
+
+
+def test_kv_of_before_a_reset_is_not_stored_in_the_namespace_of_after(make):
+    """Also while its load is in flight, when vLLM has not yet reported any block of it."""
+    engine = make()
+    warm_up(engine)
+    first, second = engine.run(store(engine, "r", [1, 2]))
+    engine.scheduler.take_report(first.aggregate(second))
+    request = request_of("s", 2)
+    engine.scheduler.new_request(request)
+    assert engine.scheduler.matched_tokens(request, 0) == (32, True)
+    engine.scheduler.allocated(request, [6, 7], 32)
+    fresh = Attachment(b"W" * 32, slot_bytes_of(RANKS * LAYERS * PAGE), "test", True)
+    assert engine.scheduler.attach(fresh, (0, LAYERS * PAGE), 20.0)
+    for report in engine.run(engine.scheduler.plan_step(Output())):
+        engine.scheduler.take_report(report)
+    engine.scheduler.allocated(request, [6, 7], 0)
+    assert engine.scheduler.plan_step(new_step("s", [6, 7], 31, 1)).store is None
+    request.num_preemptions = 1  # computed anew, it may be stored
+    engine.scheduler.matched_tokens(request, 0)
+    engine.scheduler.allocated(request, [6, 7], 0)
+    assert engine.scheduler.plan_step(new_step("s", [6, 7], 0, 32)).store is not None
+
+
+def test_one_step_asks_for_a_bounded_number_of_blocks(make, monkeypatch):
+    monkeypatch.setattr("tierkv.connectors.vllm.scheduler.RESERVE_KEYS_MAX", 3)
+    engine = make()
+    plan = store(engine, "r", [1, 2, 3, 4, 5])
+    assert plan.store.blocks == 3
+    cached = SimpleNamespace(
+        req_ids=["r"], num_computed_tokens=[80], new_block_ids=[None], resumed_req_ids=set()
+    )
+    rest = engine.scheduler.plan_step(Output({"r": 1}, [], set(), cached))
+    assert rest.store.blocks == 2
+
+
+def adapter(tmp_path, content: bytes):
+    tmp_path.mkdir(exist_ok=True)
+    (tmp_path / "adapter_model.bin").write_bytes(content)
+    return SimpleNamespace(lora_int_id=1, lora_path=str(tmp_path), load_inplace=False)
+
+
+def test_an_adapters_files_decide_and_a_silent_change_is_not_cached(tmp_path):
+    digests = AdapterDigests()
+    lora = adapter(tmp_path / "a", b"one")
+    first = digests.digest_of(lora)
+    assert digests.digest_of(lora) == first is not None
+    adapter(tmp_path / "a", b"another")
+    assert digests.digest_of(lora) is None, "nobody knows which files the engine has loaded"
+    lora.load_inplace = True
+    assert digests.digest_of(lora) not in (None, first)
+    gone = SimpleNamespace(lora_int_id=2, lora_path=str(tmp_path / "gone"))
+    assert digests.digest_of(gone) is None

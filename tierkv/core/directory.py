@@ -216,7 +216,7 @@ class Directory:
         if not self.may_grant or len(known.leases) >= LEASES_PER_ENGINE_MAX:
             self.counters["skipped_not_granting"] += asked
             return Granted(LeaseId(0), offsets)
-        self._age(space, now)
+        space.age(now)
         reachable, need = self._reachable(space, runs)
         if len(space.free) < need:
             self._make_room(space, need, self._protected(space, reachable), now)
@@ -329,16 +329,11 @@ class Directory:
     def _touch(self, space: Namespace, rows: Rows, now: float) -> None:
         if len(rows) == 0:
             return
-        self._age(space, now)
+        space.age(now)
         space.heat += len(rows) * space.slot_bytes
         self._stamp += 1
         space.stamp[rows] = self._stamp
         space.policy.touch(rows)
-
-    @staticmethod
-    def _age(space: Namespace, now: float) -> None:
-        space.heat *= 0.5 ** (max(0.0, now - space.heat_at) / 60.0)
-        space.heat_at = now
 
     @staticmethod
     def _reachable(space: Namespace, runs: Sequence[Run]) -> tuple[list[Run], int]:
@@ -470,13 +465,15 @@ class Directory:
                 pinned -= len(lease.rows) * lease.space.slot_bytes
 
     def _drop_unused_space(self) -> bool:
-        for space in list(self.spaces.values()):
-            is_leased = any(lease.space is space for lease in self.leases.values())
-            if not space.users and not is_leased:
-                self.purge(space.id)
-                for extent in list(space.extents):
-                    space.start_draining(extent)
-                self._handover.continue_draining(space)
-                del self.spaces[space.id]
-                return True
-        return False
+        """Forget a namespace that nobody uses: an empty one if there is one, else the oldest."""
+        leased = {id(lease.space) for lease in self.leases.values()}
+        unused = [s for s in self.spaces.values() if not s.users and id(s) not in leased]
+        if not unused:
+            return False
+        space = next((s for s in unused if not s.index), unused[0])
+        self.purge(space.id)
+        for extent in list(space.extents):
+            space.start_draining(extent)
+        self._handover.continue_draining(space)
+        del self.spaces[space.id]
+        return True

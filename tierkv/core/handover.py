@@ -20,6 +20,7 @@ from tierkv.core.namespace import Namespace, State
 from tierkv.types import NamespaceId
 
 ASK_PAUSE_S = 1.0
+HEAT_MIN = 1.0  # below one byte hit in the last minutes nobody is warm
 
 
 class Handover:
@@ -47,7 +48,7 @@ class Handover:
 
     def ask(self, space: Namespace, now: float) -> None:
         """Start a hand-over if the namespace is short of its share and none is under way."""
-        if space.units + space.units_per_extent > self._share(space):
+        if space.units + space.units_per_extent > self._share(space, now):
             return
         if now < space.ask_again_at or any(s.draining() for s in self._spaces.values()):
             return
@@ -57,7 +58,7 @@ class Handover:
         best: tuple[int, list[Extent]] | None = None
         for inside in self._extents.windows(space.units_per_extent):
             donors = [owners[id(extent)] for extent in inside]
-            if all(self._may_give(d, space, donors.count(d)) for d in donors):
+            if all(self._may_give(d, space, donors.count(d), now) for d in donors):
                 pairs = zip(donors, inside, strict=True)
                 warmth = max((self._warmest(warmth_of[id(d)], d, e) for d, e in pairs), default=0)
                 if best is None or warmth < best[0]:
@@ -80,14 +81,14 @@ class Handover:
                 space.drop_extent(extent)
                 self._extents.give_back(extent)
 
-    def _share(self, space: Namespace) -> float:
+    def _share(self, space: Namespace, now: float) -> float:
         """Units that a namespace may hold: by recent hits, at least one extent."""
-        active = [s for s in self._spaces.values() if s.extents or s is space]
-        total = sum(s.heat for s in active)
-        part = space.heat / total if total > 0 else 1 / len(active)
+        active = [s for s in self._spaces.values() if s is space or (s.extents and s.users)]
+        total = sum(s.heat_now(now) for s in active)
+        part = space.heat_now(now) / total if total > HEAT_MIN else 1 / len(active)
         return max(float(space.units_per_extent), part * self._extents.units)
 
-    def _may_give(self, donor: Namespace, asker: Namespace, extents: int) -> bool:
+    def _may_give(self, donor: Namespace, asker: Namespace, extents: int, now: float) -> bool:
         if donor is asker:
             return False
         if not donor.index:
@@ -95,7 +96,7 @@ class Handover:
         left = donor.units - extents * donor.units_per_extent
         if left < (donor.units_per_extent if donor.users else 0):
             return False
-        return not asker.extents or not donor.users or left >= self._share(donor)
+        return not asker.extents or not donor.users or left >= self._share(donor, now)
 
     @staticmethod
     def _warmest(warmth: npt.NDArray[np.int64], space: Namespace, extent: Extent) -> int:

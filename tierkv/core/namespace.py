@@ -17,6 +17,8 @@ from tierkv.core.eviction.base import EvictionPolicy, Rows
 from tierkv.core.extents import Extent
 from tierkv.types import BlockKey, EngineId, LeaseId, NamespaceId
 
+HEAT_HALF_LIFE_S = 60.0
+
 
 class State(IntEnum):
     """State of a row. Absent blocks have no row."""
@@ -92,6 +94,15 @@ class Namespace:
                 target[:have] = source
             self.policy.grow(size)
         self.keys.extend([None] * (rows - len(self.keys)))
+
+    def heat_now(self, now: float) -> float:
+        """Bytes hit lately, halved every minute, whether or not anybody asks."""
+        return float(self.heat * 0.5 ** (max(0.0, now - self.heat_at) / HEAT_HALF_LIFE_S))
+
+    def age(self, now: float) -> None:
+        """Bring `heat` up to date."""
+        self.heat = self.heat_now(now)
+        self.heat_at = now
 
     # ---- slots ---------------------------------------------------------------------------------
 

@@ -450,18 +450,19 @@ class Client:
                 namespace = self._attaching.pop(reply.to, None)
                 if namespace is not None and namespace in self._attachments:
                     self._attached.add(namespace)
+                elif namespace is not None and isinstance(reply, wire.Done):
+                    self._post(wire.Detach(self._next(), namespace))  # given up meanwhile
                 self._settle(reply.to, reply)
 
     def _recall(self, lease: LeaseId) -> None:
         """Note a recall; an answer that nobody has read yet becomes a miss at once."""
-        if lease in self._answers:
-            self.recalled.append(lease)
-            return
         for ticket, reply in self._replies.items():
             if isinstance(reply, wire.FoundReply) and reply.lease == lease:
                 self._replies[ticket] = wire.FoundReply(ticket, reply.ignored, 0, b"", 0)
                 self.release([lease])
                 return
+        if lease in self._answers:
+            self.recalled.append(lease)
 
     def _settle(self, to: int, reply: wire.Reply) -> None:
         if self.breaker.is_open and (to in self._waiting or to == self._trial):

@@ -85,6 +85,7 @@ def collect(server: Server, now: float) -> dict[str, object]:
                 "namespace": s.id.hex(),
                 "label": s.label,
                 "is_private": s.private_to is not None,
+                "users": len(s.users),
                 "slot_bytes": s.slot_bytes,
                 "slots": s.slots,
                 "blocks": len(s.index),

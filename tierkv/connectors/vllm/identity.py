@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 SLOT_FORMAT = 1
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-ADAPTER_FILES_MAX = 64
 
 
 def engine_id_of(vllm_config: Any) -> EngineId:
@@ -60,16 +59,6 @@ def _downloaded(model: str, revision: str | None) -> Path | None:
         return Path(snapshot_download(model, revision=revision, local_files_only=True))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError):
         return None
-
-
-def adapter_digest(path: str) -> bytes:
-    """Digest of a LoRA adapter's files: a reloaded adapter of the same name is another one.
-
-    Raises:
-        OSError: the files cannot be read.
-    """
-    files = sorted(f for f in Path(path).iterdir() if f.is_file())[:ADAPTER_FILES_MAX]
-    return bytes.fromhex(files_fingerprint(files))
 
 
 def geometry_by_rank(

@@ -59,6 +59,7 @@ class RequestState:
         block_ids: device blocks, first token first.
         blocks_stored: leading TierKV blocks that need no more storing.
         may_store: False after a reset, as long as it holds what it computed before.
+        is_admitted: it was given blocks, whether or not they were reported yet.
         preemptions: of the engine's count, those that were noted.
         outcome: (device, dram) tokens of the first admission, for the statistics.
     """
@@ -76,6 +77,7 @@ class RequestState:
     block_ids: list[int] = field(default_factory=list)
     blocks_stored: int = 0
     may_store: bool = True
+    is_admitted: bool = False
     preemptions: int = 0
     outcome: tuple[int, int] | None = None
     keys: list[BlockKey] = field(default_factory=list)
@@ -89,6 +91,7 @@ class RequestState:
         """The request was preempted: it will be looked up and admitted anew."""
         self.take_back_promise()
         self.may_store = True
+        self.is_admitted = False
         self.asked_at = None
         self.asks = 0
         self.local_tokens = 0

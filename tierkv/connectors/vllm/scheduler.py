@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from tierkv.config import EngineConfig
-from tierkv.connectors.vllm.identity import adapter_digest
+from tierkv.connectors.vllm.adapters import AdapterDigests
 from tierkv.connectors.vllm.kv_layout import Pages
 from tierkv.connectors.vllm.meta import (
     NO_GENERATION,
@@ -33,7 +33,7 @@ from tierkv.types import BlockKey, LeaseId
 
 logger = logging.getLogger(__name__)
 
-ADAPTERS_MAX = 1_024
+RESERVE_KEYS_MAX = 4_096  # more would miss the daemon's deadline each time
 NO_LEASE = LeaseId(0)
 
 
@@ -58,7 +58,7 @@ class SchedulerHalf:
         self._generation = 0
         self._failures_seen: dict[int, int] = {}
         self._must_quiesce = False
-        self._adapters: dict[tuple[int, str], bytes] = {}
+        self._adapters = AdapterDigests()
 
     # ---- life of the engine --------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class SchedulerHalf:
         for state in self._requests.values():
             self._give_up(state)
             # What it computed so far may be of before the reset; a preemption starts it anew.
-            state.may_store = not state.block_ids
+            state.may_store = not (state.is_admitted or state.block_ids)
             state.blocks_stored = 0
 
     # ---- lookup --------------------------------------------------------------------------------
@@ -104,27 +104,13 @@ class SchedulerHalf:
         """A request arrived: ask for its prompt without waiting."""
         self._poll()
         state = RequestState(request)
-        self._requests[request.request_id] = state
         lora = getattr(request, "lora_request", None)
-        if lora is not None and not self._take_adapter(state, lora):
-            del self._requests[request.request_id]
-            return
+        if lora is not None:
+            state.adapter = self._adapters.digest_of(lora)
+            if state.adapter is None:
+                return  # an unknown request is computed and not cached
+        self._requests[request.request_id] = state
         self._ask(state)
-
-    def _take_adapter(self, state: RequestState, lora: Any) -> bool:
-        """Digest an adapter when it is first used: later its files may be those of another."""
-        name = (lora.lora_int_id, lora.lora_path)
-        state.adapter = self._adapters.get(name)
-        if state.adapter is None or getattr(lora, "load_inplace", False):
-            try:
-                state.adapter = adapter_digest(lora.lora_path)
-            except OSError as error:
-                logger.warning("adapter files not readable, requests are not cached: %s", error)
-                return False
-            self._adapters[name] = state.adapter
-            if len(self._adapters) > ADAPTERS_MAX:
-                del self._adapters[next(iter(self._adapters))]
-        return True
 
     def _ask(self, state: RequestState) -> None:
         if not self._roles.may_load or self._attachment is None:
@@ -231,6 +217,7 @@ class SchedulerHalf:
         if state is None:
             self._allocated.update(block for block in block_ids if block)
             return
+        state.is_admitted = True
         page = self._sizes.engine_block
         first = state.local_tokens // page if state.is_decided else 0
         self._allocated.update(block for block in block_ids[first:] if block)
@@ -361,6 +348,7 @@ class SchedulerHalf:
             keys = self._keys(state, end)
             while first < end and keys[first] in seen:
                 first += 1  # another prompt of this batch stores it
+            end = min(end, first + RESERVE_KEYS_MAX - len(places))  # the rest in later steps
             fresh = list(itertools.takewhile(lambda key: key not in seen, keys[first:end]))
             if not fresh:
                 continue
