@@ -120,6 +120,8 @@ class EngineHalf:
         self.start_read()
         assert self.finish_read(), "a hit with wrong bytes"
         self.release()
+        if self.client.is_up:
+            self.ping()  # a release is one-way, and others ask the daemon beside us
         return len(self.offsets)
 
     # ---- store ----
