@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv.config import differing_keys
+from tierkv.core.values import Granted
 from tierkv.errors import DaemonUnavailableError, RefusedError
 from tierkv.service import wire
 from tierkv.service.breaker import Breaker
@@ -28,7 +29,6 @@ from tierkv.types import BlockKey, EngineId, LeaseId, NamespaceId
 logger = logging.getLogger(__name__)
 
 UNACKNOWLEDGED_MAX = 4_096
-NO_OFFSETS: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 PING_EVERY = 256
 
 
@@ -55,14 +55,6 @@ class Answer:
     lease: LeaseId
     offsets: npt.NDArray[np.int64]
     pending: int
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """Slots to write. `offsets`: per asked key, -1 where nothing is to be written."""
-
-    lease: LeaseId
-    offsets: npt.NDArray[np.int64]
 
 
 class Client:
@@ -336,7 +328,7 @@ class Client:
         namespace: NamespaceId,
         runs: Sequence[tuple[BlockKey | None, Sequence[BlockKey]]],
         deadline_s: float | None = None,
-    ) -> Grant | None:
+    ) -> Granted | None:
         """Take slots for runs of new blocks, given as (predecessor, keys).
 
         Returns:
@@ -355,7 +347,7 @@ class Client:
             return None
         if reply.lease:
             self.leases.add(LeaseId(reply.lease))
-        return Grant(LeaseId(reply.lease), wire.unpack_offsets(reply.offsets))
+        return Granted(LeaseId(reply.lease), wire.unpack_offsets(reply.offsets))
 
     def commit(self, lease: LeaseId, is_ok: Sequence[bool]) -> None:
         """End a write lease, one flag per granted block in the order of the grant. One-way."""

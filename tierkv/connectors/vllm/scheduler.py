@@ -27,8 +27,9 @@ from tierkv.connectors.vllm.meta import (
     WorkerReport,
 )
 from tierkv.connectors.vllm.requests import CopyState, RequestState, Roles, Sizes
+from tierkv.core.values import NO_OFFSETS, Granted
 from tierkv.hashing import block_key
-from tierkv.service.client import NO_OFFSETS, Answer, Attachment, Client, Grant
+from tierkv.service.client import Answer, Attachment, Client
 from tierkv.types import BlockKey, LeaseId
 
 logger = logging.getLogger(__name__)
@@ -377,7 +378,7 @@ class SchedulerHalf:
         )
         return pages // sizes.engine_blocks
 
-    def _store_of(self, grant: Grant, places: list[tuple[RequestState, int]]) -> StorePlan | None:
+    def _store_of(self, grant: Granted, places: list[tuple[RequestState, int]]) -> StorePlan | None:
         per = self._sizes.engine_blocks
         device: list[int] = []
         slots: list[int] = []
