@@ -6,7 +6,7 @@ ENV := .envs/$(LOCK)
 READY := $(ENV)/.ready
 BIN := .venv/bin
 
-.PHONY: help setup demo test check mutants bench soak clean
+.PHONY: help setup demo test check mutants bench coverage soak clean
 
 help:
 	@echo "make setup    environment with all that demo and tests need, in $(ENV)"
@@ -15,6 +15,7 @@ help:
 	@echo "make check    ruff, formatting, mypy --strict"
 	@echo "make mutants  planted bugs only"
 	@echo "make bench    tierkv bench rpc and copy"
+	@echo "make coverage lines and branches that the tests without vLLM reach"
 	@echo "make soak     the state machine with many more examples"
 
 setup: $(READY)
@@ -41,6 +42,10 @@ check: setup
 bench: setup
 	$(BIN)/tierkv bench rpc
 	$(BIN)/tierkv bench copy
+
+coverage: setup
+	$(BIN)/python -m coverage run -m pytest -m "not vllm"
+	$(BIN)/python -m coverage report --skip-covered
 
 soak: setup
 	MACHINE_EXAMPLES=5000 $(BIN)/python -m pytest tests/test_core_machine.py

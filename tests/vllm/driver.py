@@ -116,6 +116,8 @@ class Driver:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         worker = get_kv_transfer_group().worker_half
+        half = self.core.scheduler.connector.scheduler_half
+        wait_for(lambda: half.is_ready, half.client, what="the namespace to be attached")
         stats = self.stats()
         wait_for(lambda: worker.is_mapped(stats["pool"], stats["generation"]), what="the pool")
 

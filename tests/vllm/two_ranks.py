@@ -70,9 +70,19 @@ def main(model: str, run: Path) -> None:
         print("RESULT", json.dumps(result), flush=True)
 
     admin = Client(run / "d.sock", None)
-    generate("cold")
-    admin.connect(20)
+    admin.connect(60)
     stats: dict = {}
+
+    def is_ready() -> bool:
+        """The engine has its namespace, and both workers have mapped the pool."""
+        stats.update(json.loads(admin.ask(wire.Stats, 10).body))
+        locks = [p.name.split(".") for p in (run / "mappers").iterdir()]
+        workers = [pid for _, pid, role in locks if role != "session"]
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in workers]
+        return bool(stats["namespaces"]) and sum(stats["pool"] in m for m in maps) == 2
+
+    wait_for(is_ready, admin, what="the engine to be attached and its workers to map the pool")
+    generate("cold")
 
     def stored() -> bool:
         stats.update(json.loads(admin.ask(wire.Stats, 10).body))

@@ -84,6 +84,11 @@ class SchedulerHalf:
         return welcome.capacity if welcome is not None else 0
 
     @property
+    def is_ready(self) -> bool:
+        """Whether lookups and stores have a chance now."""
+        return self._attachment is not None and self.client.is_attached(self._attachment.namespace)
+
+    @property
     def has_copies(self) -> bool:
         """Whether stores are not committed yet, so that the engine must go on stepping."""
         return bool(self._stores)
