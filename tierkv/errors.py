@@ -39,3 +39,11 @@ class RefusedError(DaemonUnavailableError):
 
 class PoolError(TierKVError):
     """The shared-memory pool cannot be created, adopted or attached."""
+
+
+class TierError(TierKVError):
+    """A secondary tier cannot be used."""
+
+
+class TierUnavailableError(TierError):
+    """The store of a tier does not answer, or refuses; nothing was done."""
