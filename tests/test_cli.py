@@ -173,7 +173,7 @@ def stocked(daemon) -> Iterator[Node]:
         assert answer is not None
         assert len(answer.offsets) == 8
         client.release([answer.lease])
-        client.say_outcome(device=100, dram=300, computed=600)
+        client.say_outcome(device=100, tiers=[300], computed=600)
         yield daemon
 
 

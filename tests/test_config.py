@@ -62,6 +62,10 @@ def message_for(tree: dict) -> str:
 # ---- defaults ----------------------------------------------------------------------------------
 
 DEFAULTS = {
+    "node.dram.clean_tail": 0.15,
+    "node.dram.dirty_max": 0.5,
+    "node.dram.promote_share_max": 0.25,
+    "node.service.flush_budget": 10.0,
     "node.dram.capacity": "auto",
     "node.dram.directory": Path("/dev/shm"),
     "node.dram.extent_unit": 64 * MIB,
@@ -93,9 +97,6 @@ DEFAULTS = {
 LATER = {
     "node.dram.numa": "interleave",
     "node.dram.verify": "off",
-    "node.dram.clean_tail": 0.15,
-    "node.dram.dirty_max": 0.5,
-    "node.dram.promote_share_max": 0.25,
     "node.service.group": None,
     "engine.device_staging_max": 0,
 }
@@ -271,9 +272,47 @@ def test_a_value_of_the_wrong_kind_is_told_with_the_value():
     assert "node.service.mode: " in message_for({"node": {"service": {"mode": "automatic"}}})
 
 
-def test_tiers_are_refused_as_long_as_there_are_none():
-    message = message_for({"node": {"tiers": [{"type": "fs", "path": "/x"}]}})
-    assert "node.tiers: tier type 'fs' is not available in this version" in message
+@pytest.mark.parametrize(
+    ("tier", "text"),
+    [
+        ({"type": "fs"}, "a tier of type fs needs a path"),
+        ({"type": "object"}, "a tier of type object needs a url"),
+        ({"type": "memory"}, "a tier of type memory needs a capacity"),
+        ({"type": "mooncake"}, "'mooncake' is not available in this version"),
+        ({"type": "fs", "path": "/x", "capacity": 0}, "capacity must be above 0"),
+        ({"type": "floppy"}, "node.tiers[0].type: "),
+        ({"type": "fs", "path": "/x", "deadline": 0}, "node.tiers[0].deadline: "),
+        ({"type": "fs", "path": "/x", "hits_min": 0}, "node.tiers[0].hits_min: "),
+        ({"type": "fs", "path": "/x", "pat": 1}, "did you mean node.tiers[].path?"),
+    ],
+)
+def test_a_tier_that_cannot_work_is_refused(tier, text):
+    assert text in message_for({"node": {"tiers": [tier]}})
+
+
+def test_two_tiers_of_one_type_are_refused():
+    tier = {"type": "fs", "path": "/x"}
+    assert "node.tiers: holds one type twice" in message_for({"node": {"tiers": [tier, tier]}})
+
+
+def test_a_tier_has_the_defaults_of_the_reference():
+    (tier,) = parse_config({"node": {"tiers": [{"type": "fs", "path": "cache"}]}}).node.tiers
+    assert tier.path is not None
+    assert tier.path.is_absolute()
+    assert tier.model_dump(exclude={"path", "type"}) == {
+        "url": None,
+        "options": {},
+        "capacity": "auto",
+        "reserve": "5%",
+        "io": "auto",
+        "deadline": None,
+        "read_threads": 4,
+        "write_threads": 2,
+        "backlog_max": "1GiB",
+        "promote_min_tokens": 0,
+        "write_policy": None,
+        "hits_min": 2,
+    }
 
 
 # ---- sizes, durations, shares ------------------------------------------------------------------

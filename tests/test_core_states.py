@@ -38,7 +38,7 @@ def test_lookup_of_a_filling_block_is_pending_and_grows_at_commit(world):
     assert (len(found.offsets), found.pending) == (0, 2)
     world.directory.commit(granted.lease, [True, True])
     (event,) = world.directory.take_events()
-    assert event.done
+    assert event.pending == 0
     assert event.offsets.tolist() == granted.offsets.tolist()
     assert world.pinned() == 2
 
@@ -340,7 +340,7 @@ def test_a_purge_ends_the_wait_of_a_growing_lease(world):
     found = world.lookup("a")
     world.directory.purge()
     (event,) = world.directory.take_events()
-    assert event == Ready("e", found.lease, event.offsets, True)
+    assert event == Ready("e", found.lease, event.offsets, b"", 0)
     assert len(event.offsets) == 0
 
 

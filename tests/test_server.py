@@ -180,7 +180,7 @@ def test_one_way_messages_are_not_answered(desk):
     engine = desk.peer()
     messages = [
         (wire.Commit, 1, b""), (wire.Release, [1]), (wire.Trim, 1, 1), (wire.Abandon, 1),
-        (wire.Touch, SPACE, 2, b"a\0"), (wire.Outcome, 1, 2, 3), (wire.Quiesced, 1), (wire.Bye,),
+        (wire.Touch, SPACE, 2, b"a\0"), (wire.Outcome, 1, [2], 3), (wire.Quiesced, 1), (wire.Bye,),
     ]  # fmt: skip
     for make, *args in messages:
         assert engine.say(make, *args) is None
@@ -431,7 +431,7 @@ def test_a_growing_lease_is_told_when_its_blocks_are_there(desk):
     assert (offsets_of(found), found.pending) == ([], 2)
     writer.commit(granted.lease, [1, 1])
     (push,) = desk.pushed[reader.name]
-    assert (push.lease, push.done) == (found.lease, True)
+    assert (push.lease, push.pending) == (found.lease, 0)
     assert offsets_of(push) == offsets_of(granted)
     assert desk.pinned() == 2
 
@@ -443,7 +443,7 @@ def test_a_growing_lease_is_told_when_its_writer_fails(desk):
     assert reader.lookup("abc").pending == 2
     writer.commit(granted.lease, [0, 1])
     (push,) = desk.pushed[reader.name]
-    assert (len(offsets_of(push)), push.done) == (1, True)
+    assert (len(offsets_of(push)), push.pending) == (1, 0)
 
 
 def test_a_growing_lease_ends_growing_at_the_first_block_that_fails(desk):
@@ -453,7 +453,7 @@ def test_a_growing_lease_ends_growing_at_the_first_block_that_fails(desk):
     assert reader.lookup("ab").pending == 2
     writer.commit(granted.lease, [0])
     (push,) = desk.pushed[reader.name]
-    assert (offsets_of(push), push.done) == ([], True), "what is behind can never be reached"
+    assert (offsets_of(push), push.pending) == ([], 0), "what is behind can never be reached"
 
 
 def test_the_closed_session_of_a_writer_ends_the_wait_of_its_readers(desk):
@@ -462,7 +462,7 @@ def test_the_closed_session_of_a_writer_ends_the_wait_of_its_readers(desk):
     reader.lookup("a")
     reader.raw((writer.name, wire.encode(wire.Bye(writer.seq + 1))))
     (push,) = desk.pushed[reader.name]
-    assert (offsets_of(push), push.done) == ([], True)
+    assert (offsets_of(push), push.pending) == ([], 0)
 
 
 def test_pushes_go_to_the_session_that_the_engine_has_now(desk):
@@ -493,7 +493,7 @@ def test_a_layout_that_gives_an_extent_up_keeps_no_block_that_cannot_be_reached(
     granted = other.say(wire.Reserve, b"T" * 32, 2, b"x\0y\0", [(b"", 2)])
     assert min(offsets_of(granted)) >= 0
     desk.directory.check()
-    assert len(offsets_of(engine.lookup("abcdefgh"))) == engine.say(wire.Check).count - 2
+    assert len(offsets_of(engine.lookup("abcdefgh"))) == engine.say(wire.Check).blocks - 2
 
 
 # ---- bad input ---------------------------------------------------------------------------------
@@ -778,9 +778,9 @@ def test_leases_of_an_older_generation_mean_nothing():
 def test_a_purge_by_prefix_drops_one_namespace(desk):
     engine, admin = desk.peer(), desk.peer("", "admin")
     engine.store("ab")
-    assert admin.say(wire.Purge, "53535").count == 2
+    assert admin.say(wire.Purge, "53535").dropped == {"dram": 2}
     assert engine.lookup("a").lease == 0
-    assert admin.say(wire.Purge, SPACE.hex()).count == 0
+    assert admin.say(wire.Purge, SPACE.hex()).dropped == {"dram": 0}
 
 
 def test_a_purge_of_no_or_of_several_namespaces_is_refused(desk):
@@ -796,7 +796,7 @@ def test_a_purge_of_everything_keeps_leased_bytes_until_their_release(desk):
     engine, admin = desk.peer(), desk.peer("", "admin")
     engine.store("abcd")
     found = engine.lookup("ab")
-    assert admin.say(wire.Purge, "").count == 4
+    assert admin.say(wire.Purge, "").dropped == {"dram": 4}
     granted = engine.reserve("wxyz")
     assert not set(offsets_of(granted)) & set(offsets_of(found))
     engine.release(found.lease)
@@ -806,14 +806,14 @@ def test_a_purge_of_everything_keeps_leased_bytes_until_their_release(desk):
 def test_check_counts_blocks(desk):
     engine = desk.peer()
     engine.store("abc")
-    assert engine.say(wire.Check).count == 3
+    assert engine.say(wire.Check).blocks == 3
 
 
 def test_stats_count_what_happened(desk):
     engine = desk.peer()
     engine.store("ab")
     engine.lookup("abc")
-    engine.say(wire.Outcome, 10, 20, 30)
+    engine.say(wire.Outcome, 10, [20], 30)
     body = json.loads(engine.say(wire.Stats).body)
     assert (body["blocks"], body["pinned_blocks"], body["leases"]) == (2, 2, 1)
     assert (body["sessions"], body["engines"], body["generation"]) == (1, 1, GENERATION)

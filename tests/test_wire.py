@@ -34,7 +34,7 @@ OFFSETS = pack_offsets(np.array([0, 4096, -1], np.int64))
 REQUESTS = [
     wire.Hello(1, 1, 1, "engine-0_A", False, [], "{}"),
     wire.Hello(TOP, 0, TOP, "", True, [0, TOP], '{"dram": {"capacity": "1GiB"}}'),
-    wire.Attach(2, SPACE, 1 << 40, "a model, größer", True),
+    wire.Attach(2, SPACE, 1 << 40, "a model, größer", True, 128),
     wire.Detach(3, SPACE),
     wire.Lookup(3, SPACE, 33, KEYS),
     wire.Lookup(3, SPACE, 2, b""),
@@ -44,23 +44,25 @@ REQUESTS = [
     wire.Trim(7, 1, 0),
     wire.Touch(8, SPACE, 33, KEYS),
     wire.Abandon(9, 8),
-    wire.Outcome(10, 1, 2, 3),
+    wire.Outcome(10, 1, [2, 4], 3),
     wire.Quiesced(11, 5),
     wire.Bye(12),
     wire.Ping(13),
     wire.Stats(14),
     wire.Check(15),
     wire.Purge(16, ""),
-    wire.Purge(16, "0123456789abcdef" * 4),
+    wire.Purge(16, "0123456789abcdef" * 4, ["dram", "fs"], 3600.0),
 ]
 REPLIES = [
     wire.Welcome(1, 1, 7, "/dev/shm/x.pool", 1 << 40, True, "{}", 4242),
     wire.Done(2, 0, 5),
-    wire.FoundReply(3, 0, 1, OFFSETS, 4),
+    wire.FoundReply(3, 0, 1, OFFSETS, 4, True),
     wire.GrantedReply(4, 1, 0, b""),
     wire.StatsReply(5, "{}"),
     wire.Failed(0, "protocol", "no message"),
-    wire.ReadyPush(1, OFFSETS, True),
+    wire.PurgedReply(6, {"dram": 2, "fs": TOP}, ["object does not answer"]),
+    wire.CheckedReply(7, 3, []),
+    wire.ReadyPush(1, OFFSETS, b"\0\1\0", 2, True),
     wire.RecallPush(1),
 ]
 
@@ -191,9 +193,9 @@ def test_the_largest_allowed_message_is_read_and_fits_the_largest_frame(name):
 def test_the_largest_answers_fit_the_largest_frame():
     offsets = bytes(8 * KEYS_MAX)
     for message in (
-        wire.FoundReply(TOP, TOP, TOP, offsets, TOP),
+        wire.FoundReply(TOP, TOP, TOP, offsets, TOP, True),
         wire.GrantedReply(TOP, TOP, TOP, offsets),
-        wire.ReadyPush(TOP, offsets, True),
+        wire.ReadyPush(TOP, offsets, bytes(len(offsets) // 8), TOP, True),
     ):
         assert len(encode(message)) <= MESSAGE_BYTES_MAX
 

@@ -27,6 +27,7 @@ from pydantic import (
     ValidationError,
     WithJsonSchema,
     field_validator,
+    model_validator,
 )
 
 from tierkv.errors import ConfigError
@@ -92,6 +93,19 @@ class DramConfig(_Model):
         0.5,
         description="Share of the pool that waiting requests may pin before leases are recalled.",
     )
+    promote_share_max: Share = Field(
+        0.25, description="Share of the pool that may be filled from tiers below at a time."
+    )
+    clean_tail: Share = Field(
+        0.15,
+        description="Share of a layout's slots, coldest first, that write-back keeps written, so "
+        "that room can be made without a wait.",
+    )
+    dirty_max: Share = Field(
+        0.5,
+        description="Share of a layout's slots that may wait to be written before write-back "
+        "works at full speed, whatever their age.",
+    )
 
     @field_validator("directory")
     @classmethod
@@ -109,12 +123,78 @@ class DramConfig(_Model):
 class TierConfig(_Model):
     """One secondary tier below DRAM."""
 
-    type: Literal["memory", "fs", "object", "mooncake"] = Field(description="Kind of tier.")
-    path: Path | None = Field(None, description="Where it keeps its blocks.")
-    capacity: Size | None = Field(None, description="Most bytes that it may hold.")
+    type: Literal["memory", "fs", "object", "mooncake"] = Field(
+        description="Kind of tier. `fs`: one file per block on an SSD. `object`: an object store. "
+        "`memory`: a copy in the I/O process, for tests."
+    )
+    path: Path | None = Field(None, description="`fs`: directory of the blocks; ours alone.")
+    url: str | None = Field(
+        None,
+        min_length=1,
+        description="`object`: the store and a prefix, for example `s3://bucket/tierkv`. "
+        "Credentials come from the environment.",
+    )
+    options: dict[str, str] = Field(
+        {}, description="`object`: options of the store's client, for example `endpoint`."
+    )
+    capacity: Size | Literal["auto"] = Field(
+        "auto",
+        description="Most bytes that the tier may hold. `auto`: for `fs` half of the free space, "
+        "for `object` no bound of ours; `memory` needs a size.",
+    )
+    reserve: Share = Field(
+        0.05, description="`fs`: share of the file system's space and inodes left to others."
+    )
+    io: Literal["auto", "direct", "buffered"] = Field(
+        "auto",
+        description="`fs`: `direct` bypasses the page cache (O_DIRECT), `buffered` suits network "
+        "file systems, `auto` tries `direct` once.",
+    )
+    deadline: Duration | None = Field(
+        None,
+        gt=0,
+        description="An operation that takes longer is a miss; an I/O process whose oldest "
+        "operation is older than three deadlines is replaced. Default: 2s, `object` 10s.",
+    )
+    read_threads: int = Field(4, ge=1, le=64, description="Reads that run at a time.")
+    write_threads: int = Field(2, ge=1, le=64, description="Writes that run at a time.")
+    backlog_max: Size = Field(
+        1 << 30, description="Bytes of blocks that may wait to be written; more are not written."
+    )
+    promote_min_tokens: int = Field(
+        0, ge=0, description="Shortest run of tokens that is worth a read from this tier."
+    )
     write_policy: WritePolicy | None = Field(
         None, description="Overrides `node.write_policy` for this tier."
     )
+    hits_min: int = Field(
+        2,
+        ge=1,
+        le=255,
+        description="`write_through_selective` writes a block once it was stored or used this "
+        "often.",
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return value.absolute() if value is not None else None
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> TierConfig:
+        if self.type == "mooncake":
+            raise ValueError(
+                "tier type 'mooncake' is not available in this version; use fs or object"
+            )
+        if self.type == "fs" and self.path is None:
+            raise ValueError("a tier of type fs needs a path, for example path: /var/cache/tierkv")
+        if self.type == "object" and self.url is None:
+            raise ValueError("a tier of type object needs a url, for example s3://bucket/tierkv")
+        if self.type == "memory" and self.capacity == "auto":
+            raise ValueError("a tier of type memory needs a capacity, for example 1GiB")
+        if self.capacity == 0:
+            raise ValueError("capacity must be above 0; remove the tier instead")
+        return self
 
 
 class ServiceConfig(_Model):
@@ -143,6 +223,11 @@ class ServiceConfig(_Model):
         description="Time between an engine's death and the reuse of its slots; drivers may "
         "end their transfers late.",
     )
+    flush_budget: Duration = Field(
+        10.0,
+        description="How long a daemon that is told to stop writes owed blocks to durable tiers. "
+        "What is left then is lost, and the log says how much.",
+    )
 
     @field_validator("socket")
     @classmethod
@@ -163,7 +248,10 @@ class NodeConfig(_Model):
     dram: DramConfig = DramConfig()
     tiers: tuple[TierConfig, ...] = Field((), description="Secondary tiers, fastest first.")
     write_policy: WritePolicy = Field(
-        "write_back", description="When blocks are copied to secondary tiers."
+        "write_back",
+        description="When blocks are copied to secondary tiers. `write_back`: before DRAM "
+        "gives them up. `write_through`: as soon as they are stored. `write_through_selective`: "
+        "once they were used `hits_min` times.",
     )
     eviction: Literal["lru"] = Field("lru", description="Order in which DRAM gives up blocks.")
     service: ServiceConfig = ServiceConfig()
@@ -175,11 +263,10 @@ class NodeConfig(_Model):
 
     @field_validator("tiers")
     @classmethod
-    def _none_yet(cls, value: tuple[TierConfig, ...]) -> tuple[TierConfig, ...]:
-        if value:
-            raise ValueError(
-                f"tier type '{value[0].type}' is not available in this version; remove node.tiers"
-            )
+    def _one_per_type(cls, value: tuple[TierConfig, ...]) -> tuple[TierConfig, ...]:
+        types = [tier.type for tier in value]
+        if len(set(types)) != len(types):
+            raise ValueError("holds one type twice; a tier's type is its name")
         return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import NewType
 
@@ -16,6 +17,17 @@ EngineId = NewType("EngineId", str)
 
 LeaseId = NewType("LeaseId", int)
 """Generation in the upper 32 bits, counter in the lower: never reused across daemon restarts."""
+
+
+class Outcome(enum.IntEnum):
+    """What became of one block in one operation of a tier."""
+
+    OK = 0
+    MISSING = 1  # the tier does not have it
+    CORRUPT = 2  # it has something else under this name, or damaged bytes
+    FULL = 3  # no room, or none that may be freed now
+    FAILED = 4  # the store refused or did not answer
+
 
 FRAME_BYTES = 4096
 """Bytes of a slot's header page. Payload starts there, so direct I/O moves one aligned range."""

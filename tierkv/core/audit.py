@@ -21,6 +21,9 @@ def check_directory(directory: Directory) -> None:
     pins: dict[int, Counter[int]] = {id(s): Counter() for s in directory.spaces.values()}
     filling: dict[int, Counter[int]] = {id(s): Counter() for s in directory.spaces.values()}
     _check_leases(directory, pins, filling)
+    for owner, rows in directory.tiering.check_pins().items():
+        if owner in pins:
+            pins[owner].update(rows)
     placed = np.zeros(directory.extents.units, np.int8)
     for space in directory.spaces.values():
         for extent in space.extents:
@@ -42,6 +45,9 @@ def _check_leases(
         held.update(lease.rows.tolist())
         held.update(lease.joined)
         assert lease.joined <= set(lease.growing), "only growing rows join"
+        assert set(lease.joined_from) <= lease.joined, "a source of a row that has not joined"
+        if not lease.is_write:
+            assert len(lease.sources) == len(lease.rows), "every leased row has a source"
         if lease.is_write:
             filling[id(lease.space)].update(lease.rows.tolist())
         for row in lease.growing:
@@ -64,7 +70,10 @@ def _check_space(space: Namespace, pins: Counter[int], filling: Counter[int]) ->
     assert (written[is_filling]).all(), "a filling block has no writer"
     assert not (written & is_resident).any(), "a write lease holds a readable block"
     assert (counted[state == State.DOOMED] > 0).all(), "a doomed slot nobody holds was not freed"
-    _check_index(space, is_filling | is_resident)
+    is_promoting = state == State.PROMOTING
+    assert (counted[is_promoting] > 0).all(), "a promoting slot without a read"
+    _check_debts(space, is_resident)
+    _check_index(space, is_filling | is_resident | is_promoting)
     _check_order(space, is_resident)
 
 
@@ -81,6 +90,15 @@ def _check_slots(space: Namespace, state: States) -> None:
     assert sorted(space.free) == np.flatnonzero(is_free).tolist(), "free list and states disagree"
     offsets = np.sort(space.offset[: len(state)][used == 1])
     assert (np.diff(offsets) >= space.slot_bytes).all(), "slots overlap"
+
+
+def _check_debts(space: Namespace, is_resident: npt.NDArray[np.bool_]) -> None:
+    rows = len(is_resident)
+    owed, queued = space.owed[:rows], space.queued[:rows]
+    assert space.dirty == int(np.count_nonzero(owed)), "count of owed blocks is wrong"
+    assert not owed[~is_resident].any(), "only readable blocks are owed"
+    assert not (queued & ~owed).any(), "a block waits for a tier that it is not owed to"
+    assert space.may_demote or space.dirty == 0, "a block that may not leave DRAM is owed"
 
 
 def _check_index(space: Namespace, live: npt.NDArray[np.bool_]) -> None:

@@ -1,51 +1,53 @@
-"""The directory: every change of a block's state is decided in this file.
+"""The directory: what engines ask for, decided.
 
-Rule 1: a block is readable only after every byte of it is in its slot (two-phase commit).
-Rule 2: a slot is freed only when nobody may touch it: not pinned, and not leased for writing.
-Rule 3: a block is resident only while its predecessor is; a block that no lookup can reach is gone.
-Rule 4: no clock ends a lease of a living engine. `now` only ages statistics.
+Every change of a block's state itself is made by `Books`; what happens below DRAM is decided by
+`TieringManager`.
+Rule 1: what a lookup hits is pinned before anything else happens.
+Rule 2: no clock ends a lease of a living engine. `now` only ages statistics and tiers' deadlines.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from tierkv.core.audit import check_directory
+from tierkv.core.books import Books
 from tierkv.core.eviction.base import Rows
 from tierkv.core.eviction.lru import Lru
-from tierkv.core.extents import ExtentMap
-from tierkv.core.growth import Growth
-from tierkv.core.handover import Handover
 from tierkv.core.leases import Engine, Lease
 from tierkv.core.namespace import Namespace, State
-from tierkv.core.values import NO_OFFSETS, Event, Found, Granted, Limits, Recall, Run
+from tierkv.core.tiering import TieringManager
+from tierkv.core.values import NO_OFFSETS, Event, Found, Granted, Limits, Run, TierLimits
 from tierkv.types import BlockKey, EngineId, LeaseId, NamespaceId
 
 LEASES_PER_ENGINE_MAX = 8_192
 NAMESPACES_MAX = 1_024
 SLOTS_MAX = 1 << 24
-VICTIMS_SCANNED_MAX = 65_536
-_START: Rows = np.zeros(1, np.int32)
 
 
 class Directory:
     """Index of every cached block of the node, and the leases on them."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, tiers: Sequence[TierLimits] = ()) -> None:
         self.limits = limits
-        self.extents = ExtentMap(limits.pool_bytes, limits.extent_unit)
-        self.spaces: dict[NamespaceId, Namespace] = {}
+        self.books = Books(limits)
+        self.tiering = TieringManager(self.books, tiers)
+        self.extents = self.books.extents
+        self.spaces = self.books.spaces
+        self.leases = self.books.leases
+        self.counters = self.books.counters
         self.engines: dict[EngineId, Engine] = {}
-        self.leases: dict[LeaseId, Lease] = {}
-        self.counters: Counter[str] = Counter()
-        self.may_grant = True
-        self._handover = Handover(self.extents, self.spaces, self._evict)
-        self._events: list[Event] = []
-        self._growth = Growth(self.leases, self._events, self.counters)
-        self._lease_count = self._stamp = 0
+
+    @property
+    def may_grant(self) -> bool:
+        """Whether slots may be handed out; not while others may still touch any of them."""
+        return self.books.may_grant
+
+    @may_grant.setter
+    def may_grant(self, value: bool) -> None:
+        self.books.may_grant = value
 
     # ---- engines and namespaces ----------------------------------------------------------------
 
@@ -61,8 +63,14 @@ class Directory:
         slot_bytes: int,
         label: str = "",
         is_private: bool = False,
+        *,
+        block_tokens: int = 0,
     ) -> str | None:
         """Make a namespace usable for an engine.
+
+        Args:
+            is_private: for this engine alone; such blocks never leave DRAM.
+            block_tokens: tokens per block; 0 if unknown.
 
         Returns:
             None, or a sentence that says why it cannot be used and what to do.
@@ -96,6 +104,7 @@ class Directory:
             policy=Lru(),
             label=label,
             private_to=engine if is_private else None,
+            block_tokens=block_tokens,
         )
         space.users.add(engine)
         self.spaces[namespace] = space
@@ -114,7 +123,7 @@ class Directory:
         known.is_closed = True
         for lease in list(known.leases.values()):
             if lease.is_write:
-                self._doom(lease.space, self._filling(lease))
+                self.books.doom(lease.space, self._filling(lease))
 
     def end_engine(self, engine: EngineId) -> None:
         """No process of the engine can touch the pool any more: all its leases end."""
@@ -145,37 +154,43 @@ class Directory:
             keys: distinct keys from the first block of the prefix on.
         """
         space = self.spaces[namespace]
-        found: list[int | None] = list(map(space.index.get, keys))
-        rows = self._chain(space, found)
+        rows = self.books.chain(space, list(map(space.index.get, keys)))
         count = len(rows)
         resident = space.state[rows] == State.RESIDENT
         ready = count if resident.all() else int(np.argmin(resident))
         self.counters["lookups"] += 1
         self.counters["blocks_asked"] += len(keys)
-        if count < len(keys):
-            self.counters["miss_absent"] += len(keys) - count
+        is_below = count < len(keys) and self.tiering.may_have(namespace, keys[count], now)
         known = self.engines[engine]
-        if count == 0:
+        if count == 0 and not is_below:
+            self.counters["miss_absent"] += len(keys)
             return Found(LeaseId(0), NO_OFFSETS, 0)
         if len(known.leases) >= LEASES_PER_ENGINE_MAX:
+            self.counters["miss_absent"] += len(keys) - count
             self.counters["miss_leases_max"] += count
             return Found(LeaseId(0), NO_OFFSETS, 0)
-        hit, growing = rows[:ready], rows[ready:]
-        lease = self._open_lease(known, space, False, hit)
-        space.pin(hit)
-        self._touch(space, hit, now)
+        lease = self.books.open_lease(known, space, False, rows[:ready])
+        self.books.touch(space, rows[:ready], now)
         self.counters["blocks_hit"] += ready
         self.counters["bytes_hit"] += ready * space.slot_bytes
-        self._growth.start(lease, growing)
-        self._recall_if_crowded()
-        return Found(lease.id, space.offset[hit], len(growing))
+        growth = self.books.growth
+        growth.start(lease, rows[ready:])
+        if is_below:
+            self.tiering.extend(lease, int(rows[-1]) if count else 0, keys[count:], now)
+        pending = len(lease.growing) + len(lease.unknown)
+        self.counters["miss_absent"] += len(keys) - ready - pending
+        if ready + pending == 0:
+            self._close_lease(lease)
+            return Found(LeaseId(0), NO_OFFSETS, 0)
+        self.books.recall_if_crowded()
+        return Found(lease.id, space.offset[lease.rows], pending, growth.is_promoting(lease))
 
     def touch(self, namespace: NamespaceId, keys: Sequence[BlockKey], now: float) -> None:
         """Note one use of a prefix that the device already holds."""
         space = self.spaces[namespace]
-        rows = self._chain(space, list(map(space.index.get, keys)))
+        rows = self.books.chain(space, list(map(space.index.get, keys)))
         resident = space.state[rows] == State.RESIDENT
-        self._touch(space, rows if resident.all() else rows[: int(np.argmin(resident))], now)
+        self.books.touch(space, rows if resident.all() else rows[: int(np.argmin(resident))], now)
 
     def trim(self, lease_id: LeaseId, blocks: int) -> None:
         """Keep the first blocks of a read lease and stop its growth: a copy is about to be issued.
@@ -186,14 +201,15 @@ class Directory:
         if lease is None or lease.is_write:
             self.counters["unknown_leases"] += 1
             return
-        self._growth.stop(lease)
+        self.books.growth.stop(lease)
         rest = lease.rows[blocks:]
         lease.rows = lease.rows[:blocks]
+        del lease.sources[blocks:]
         lease.is_taken = True
         lease.space.unpin(rest)
         if blocks == 0:
             self._close_lease(lease)
-        self._handover.continue_draining(lease.space)
+        self.books.handover.continue_draining(lease.space)
 
     def release(self, lease_id: LeaseId) -> None:
         """End a read lease. Unknown, foreign and repeated ids are counted and ignored."""
@@ -219,7 +235,7 @@ class Directory:
         space.age(now)
         reachable, need = self._reachable(space, runs)
         if len(space.free) < need:
-            self._make_room(space, need, self._protected(space, reachable), now)
+            self.books.make_room(space, need, self._protected(space, reachable), now)
         rows: list[int] = []
         places: list[int] = []
         first = 0
@@ -229,10 +245,8 @@ class Directory:
         if not rows:
             return Granted(LeaseId(0), offsets)
         granted = np.array(rows, np.int32)
-        space.state[granted] = State.FILLING
-        space.pin(granted)
         offsets[places] = space.offset[granted]
-        lease = self._open_lease(known, space, True, granted)
+        lease = self.books.open_lease(known, space, True, granted)
         self.counters["blocks_reserved"] += len(rows)
         return Granted(lease.id, offsets)
 
@@ -255,19 +269,29 @@ class Directory:
 
     # ---- removal -------------------------------------------------------------------------------
 
-    def purge(self, namespace: NamespaceId | None = None) -> int:
-        """Drop all blocks of a namespace, or of all. Leased bytes stay until their last unpin.
+    def purge(
+        self,
+        namespace: NamespaceId | None = None,
+        older_than_s: float | None = None,
+        now: float = 0.0,
+    ) -> int:
+        """Drop blocks of a namespace, or of all, in DRAM. Leased bytes stay until their last unpin.
 
+        Args:
+            older_than_s: only blocks not used for this time, and what depends on them.
         Returns:
             Number of blocks dropped.
         """
         targets = list(self.spaces.values()) if namespace is None else [self.spaces[namespace]]
         dropped = 0
         for space in targets:
-            rows = list(space.index.values())
+            rows = np.array(list(space.index.values()), np.int32)
+            if older_than_s is not None:
+                resident = rows[space.state[rows] == State.RESIDENT]
+                rows = space.cut_off_by(resident[space.used_at[resident] <= now - older_than_s])
             dropped += len(rows)
-            self._doom(space, np.array(rows, np.int32))
-            self._handover.continue_draining(space)
+            self.books.doom(space, rows)
+            self.books.handover.continue_draining(space)
         self.counters["purged"] += dropped
         return dropped
 
@@ -275,8 +299,8 @@ class Directory:
 
     def take_events(self) -> list[Event]:
         """Events since the last call, oldest first."""
-        events = list(self._events)
-        self._events.clear()
+        events = list(self.books.events)
+        self.books.events.clear()
         return events
 
     def check(self) -> None:
@@ -289,14 +313,6 @@ class Directory:
 
     # ---- steps ---------------------------------------------------------------------------------
 
-    def _open_lease(self, known: Engine, space: Namespace, is_write: bool, rows: Rows) -> Lease:
-        self._lease_count += 1
-        lease_id = LeaseId((self.limits.generation << 32) + self._lease_count)
-        lease = Lease(lease_id, known.id, space, is_write, rows)
-        self.leases[lease_id] = lease
-        known.leases[lease_id] = lease
-        return lease
-
     def _close_lease(self, lease: Lease) -> None:
         del self.leases[lease.id]
         known = self.engines.get(lease.engine)
@@ -305,35 +321,18 @@ class Directory:
 
     def _end_lease(self, lease: Lease) -> None:
         if lease.is_write:
-            self._doom(lease.space, self._filling(lease))
+            self.books.doom(lease.space, self._filling(lease))
         else:
-            self._growth.stop(lease)
+            self.books.growth.stop(lease)
         lease.space.unpin(lease.rows)
         self._close_lease(lease)
-        self._handover.continue_draining(lease.space)
-
-    @staticmethod
-    def _chain(space: Namespace, found: list[int | None]) -> Rows:
-        """The leading rows that are here and follow each other from the start of a prefix."""
-        count = found.index(None) if None in found else len(found)
-        rows: Rows = np.array(found[:count], np.int32)
-        follows = space.parent[rows] == np.concatenate([_START, rows[:-1]])[:count]
-        return rows if follows.all() else rows[: int(np.argmin(follows))]
+        self.books.handover.continue_draining(lease.space)
 
     @staticmethod
     def _filling(lease: Lease) -> Rows:
         is_filling = lease.space.state[lease.rows] == State.FILLING
         filling: Rows = lease.rows[is_filling]
         return filling
-
-    def _touch(self, space: Namespace, rows: Rows, now: float) -> None:
-        if len(rows) == 0:
-            return
-        space.age(now)
-        space.heat += len(rows) * space.slot_bytes
-        self._stamp += 1
-        space.stamp[rows] = self._stamp
-        space.policy.touch(rows)
 
     @staticmethod
     def _reachable(space: Namespace, runs: Sequence[Run]) -> tuple[list[Run], int]:
@@ -364,7 +363,7 @@ class Directory:
                 if not space.free:
                     self.counters["skipped_no_room"] += len(run.keys) - position
                     return
-                row = space.place(key, parent)
+                (row,) = self.books.place(space, [key], parent, State.FILLING)
                 rows.append(row)
                 places.append(first + position)
             else:
@@ -383,97 +382,28 @@ class Directory:
                 found.add(row)
         return found
 
-    def _make_room(self, space: Namespace, need: int, protected: set[int], now: float) -> None:
-        """Free slots: unused extents first, then the coldest unpinned blocks.
-
-        The order gives up a block before its predecessor, so the ancestors of a protected block
-        come up one after the other, and one moving mark per run protects them all.
-        """
-        self._handover.claim(space, need - len(space.free))
-        if len(space.free) < need:
-            self._handover.ask(space, now)
-            self._handover.claim(space, need - len(space.free))
-        short = need - len(space.free)
-        if short <= 0:
-            return
-        victims: list[int] = []
-        pins, parent = space.pins.data, space.parent.data
-        for scanned, row in enumerate(space.policy.candidates()):
-            if len(victims) == short or scanned == VICTIMS_SCANNED_MAX:
-                break
-            if row in protected:
-                protected.discard(row)
-                protected.add(parent[row])
-            elif pins[row] == 0:
-                victims.append(row)
-        self._evict(space, np.array(victims, np.int32))
-        self.counters["evicted"] += len(victims)
-
-    def _evict(self, space: Namespace, rows: Rows) -> None:
-        """Remove resident, unpinned rows."""
-        if len(rows) == 0:
-            return
-        newest_first = rows[::-1]
-        space.policy.remove(newest_first)
-        listed = rows.tolist()
-        space.unlist(listed)
-        space.free_rows(listed)
-
     def _publish(self, space: Namespace, rows: Rows, ok: Rows) -> None:
         """Make the good head of a run resident; the rest stays as it is and goes with its lease."""
         good = len(rows) if ok.all() else int(np.argmin(ok))
-        if good and not space.has_parent(int(rows[0])):
-            self.counters["commit_orphaned"] += good
-            good = 0
         self.counters["commit_failed"] += int(np.count_nonzero(~ok))
-        head = rows[:good]
-        if good == 0:
-            return
-        space.state[head] = State.RESIDENT
-        space.policy.insert(head, int(space.parent[head[0]]))
-        self._stamp += 1
-        space.stamp[head] = self._stamp
-        self.counters["blocks_stored"] += good
-        self.counters["bytes_stored"] += good * space.slot_bytes
-        if space.waiters:
-            self._growth.wake(space, head.tolist(), True)
-
-    def _doom(self, space: Namespace, rows: Rows) -> None:
-        """Take listed rows out of the index; free their slots, pinned ones at the last unpin."""
-        if len(rows) == 0:
-            return
-        listed = rows.tolist()
-        resident = rows[space.state[rows] == State.RESIDENT]
-        if len(resident):
-            space.policy.remove(resident)
-        space.unlist(listed)
-        if space.waiters:
-            self._growth.wake(space, listed, False)
-        space.state[rows] = State.DOOMED
-        space.free_rows(rows[space.pins[rows] == 0].tolist())
-
-    def _recall_if_crowded(self) -> None:
-        """Ask for the youngest waiting leases back while too much of the pool is pinned."""
-        room = self.limits.pinned_share_max * self.limits.pool_bytes
-        pinned = sum(s.pinned * s.slot_bytes for s in self.spaces.values())
-        for lease in reversed(self.leases.values()):
-            if pinned <= room:
-                return
-            if not (lease.is_write or lease.is_taken or lease.is_recalled):
-                lease.is_recalled = True
-                self._events.append(Recall(lease.engine, lease.id))
-                pinned -= len(lease.rows) * lease.space.slot_bytes
+        stored = self.books.publish(space, rows[:good])
+        self.counters["commit_orphaned"] += good - stored
+        self.counters["blocks_stored"] += stored
+        self.counters["bytes_stored"] += stored * space.slot_bytes
 
     def _drop_unused_space(self) -> bool:
         """Forget a namespace that nobody uses: an empty one if there is one, else the oldest."""
         leased = {id(lease.space) for lease in self.leases.values()}
-        unused = [s for s in self.spaces.values() if not s.users and id(s) not in leased]
+        unused = [
+            s for s in self.spaces.values()
+            if not s.users and id(s) not in leased and not self.tiering.is_busy(s.id)
+        ]  # fmt: skip
         if not unused:
             return False
         space = next((s for s in unused if not s.index), unused[0])
         self.purge(space.id)
         for extent in list(space.extents):
-            space.start_draining(extent)
-        self._handover.continue_draining(space)
+            space.start_draining(extent, 0.0)
+        self.books.handover.continue_draining(space)
         del self.spaces[space.id]
         return True

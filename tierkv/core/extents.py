@@ -29,6 +29,7 @@ class Extent:
     first_row: int
     rows: int
     is_draining: bool = False
+    draining_since: float = 0.0
 
 
 class ExtentMap:

@@ -1,4 +1,4 @@
-"""Leases that grow: blocks that another engine is still filling join when they become resident."""
+"""Leases that grow: blocks that are still being filled or promoted join when they are resident."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class Growth:
         self._counters = counters
 
     def start(self, lease: Lease, rows: Rows) -> None:
-        """Let a lease grow over rows that are being filled, or are resident behind one such."""
+        """Let a lease grow over rows on their way, or resident behind one such."""
         space = lease.space
-        lease.growing = rows.tolist()
-        for row in lease.growing:
+        listed = rows.tolist()
+        lease.growing += listed
+        for row in listed:
             if space.state[row] == State.RESIDENT:
                 lease.joined.add(row)
                 space.pin(np.array([row], np.int32))
@@ -38,6 +39,7 @@ class Growth:
     def stop(self, lease: Lease, keep: int = 0) -> None:
         """Cut a lease's growing rows behind the first `keep`."""
         space = lease.space
+        lease.unknown = []
         for row in lease.growing[keep:]:
             if row in lease.joined:
                 lease.joined.discard(row)
@@ -49,8 +51,12 @@ class Growth:
                     del space.waiters[row]
         del lease.growing[keep:]
 
-    def wake(self, space: Namespace, rows: Iterable[int], is_ok: bool) -> None:
-        """Tell the leases that wait for these rows what became of them."""
+    def wake(self, space: Namespace, rows: Iterable[int], is_ok: bool, source: int = 0) -> None:
+        """Tell the leases that wait for these rows what became of them.
+
+        Args:
+            source: 1 + the number of the tier that they came from; 0 if an engine wrote them.
+        """
         woken: dict[LeaseId, None] = {}
         for row in rows:
             for lease_id in space.waiters.pop(row, ()):
@@ -59,12 +65,14 @@ class Growth:
                 if is_ok:
                     space.pin(np.array([row], np.int32))
                     lease.joined.add(row)
+                    if source:
+                        lease.joined_from[row] = source
                 else:
                     self.stop(lease, lease.growing.index(row))
         for lease_id in woken:
-            self._advance(self._leases[lease_id])
+            self.advance(self._leases[lease_id])
 
-    def _advance(self, lease: Lease) -> None:
+    def advance(self, lease: Lease) -> None:
         """Move joined rows at the front of the growing ones into the lease, and say so."""
         count = 0
         while count < len(lease.growing) and lease.growing[count] in lease.joined:
@@ -74,7 +82,18 @@ class Growth:
         del lease.growing[:count]
         if moved:
             lease.rows = np.concatenate([lease.rows, np.array(moved, np.int32)])
+            lease.sources.extend(lease.joined_from.pop(row, 0) for row in moved)
             self._counters["blocks_hit"] += count
             self._counters["bytes_hit"] += count * lease.space.slot_bytes
-        offsets = lease.space.offset[lease.rows]
-        self._events.append(Ready(lease.engine, lease.id, offsets, not lease.growing))
+        self._events.append(Ready(
+            lease.engine, lease.id, lease.space.offset[lease.rows], bytes(lease.sources),
+            len(lease.growing) + len(lease.unknown), self.is_promoting(lease),
+        ))  # fmt: skip
+
+    @staticmethod
+    def is_promoting(lease: Lease) -> bool:
+        """Whether a lease waits for a tier, and not only for other engines."""
+        if lease.unknown:
+            return True
+        state = lease.space.state
+        return any(state[row] == State.PROMOTING for row in lease.growing)

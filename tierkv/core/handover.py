@@ -4,11 +4,12 @@ A namespace that must give up blocks while it holds less than its share of the p
 extent. The share follows the hits of the last minutes, with at least one extent each. The donor is
 whoever is above its share; of all pieces that could be given, the one whose warmest unpinned block
 is the coldest is drained: no new grants, its blocks dropped, and given away when its last slot is
-free.
+free. Blocks that a tier must still get are written first, for at most `DRAIN_WAIT_S`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -20,6 +21,7 @@ from tierkv.core.namespace import Namespace, State
 from tierkv.types import NamespaceId
 
 ASK_PAUSE_S = 1.0
+DRAIN_WAIT_S = 10.0
 HEAT_MIN = 1.0  # below one byte hit in the last minutes nobody is warm
 
 
@@ -30,11 +32,16 @@ class Handover:
         self,
         extents: ExtentMap,
         spaces: Mapping[NamespaceId, Namespace],
-        evict: Callable[[Namespace, Rows], None],
+        doom: Callable[[Namespace, Rows], None],
+        pay: Callable[[Namespace, Rows], bool],
+        counters: Counter[str],
     ) -> None:
         self._extents = extents
         self._spaces = spaces
-        self._evict = evict
+        self._doom = doom
+        self._pay = pay
+        self._counters = counters
+        self._now = 0.0
 
     def claim(self, space: Namespace, slots: int) -> None:
         """Take free extents until `slots` more slots are there or no extent is free."""
@@ -48,6 +55,7 @@ class Handover:
 
     def ask(self, space: Namespace, now: float) -> None:
         """Start a hand-over if the namespace is short of its share and none is under way."""
+        self._now = now
         if space.units + space.units_per_extent > self._share(space, now):
             return
         if now < space.ask_again_at or any(s.draining() for s in self._spaces.values()):
@@ -65,21 +73,39 @@ class Handover:
                     best = (warmth, inside)
         for extent in best[1] if best is not None else []:
             owner = owners[id(extent)]
-            owner.start_draining(extent)
+            owner.start_draining(extent, now)
             self.continue_draining(owner)
 
+    def tick(self, now: float) -> None:
+        """Go on with extents that waited for their blocks to be written."""
+        self._now = now
+        for space in list(self._spaces.values()):
+            self.continue_draining(space)
+
     def continue_draining(self, space: Namespace) -> None:
-        """Drop what may be dropped from draining extents; free those that are empty."""
+        """Drop what may be dropped from draining extents; free those that are empty.
+
+        Blocks that are being read or written lose their names at once and their slots later. With
+        a block go those that no lookup could reach without it, wherever they lie.
+        """
         for extent in space.draining():
             inside = np.arange(extent.first_row, extent.first_row + extent.rows, dtype=np.int32)
-            idle = (space.state[inside] == State.RESIDENT) & (space.pins[inside] == 0)
-            if idle.any():
-                self._evict(space, inside[idle])
-                lost = space.orphans()
-                self._evict(space, lost[space.pins[lost] == 0])
+            here = inside[space.state[inside] == State.RESIDENT]
+            if len(here):
+                self._drop(space, here, self._now >= extent.draining_since + DRAIN_WAIT_S)
             if space.is_drained(extent):
                 space.drop_extent(extent)
                 self._extents.give_back(extent)
+
+    def _drop(self, space: Namespace, rows: Rows, is_overdue: bool) -> None:
+        """Drop rows and their successors, once nothing among them is owed."""
+        gone = space.cut_off_by(rows)
+        unpaid = space.unpaid(gone)
+        if len(unpaid):
+            if not is_overdue and self._pay(space, unpaid):
+                return
+            self._counters["writeback_shed"] += len(unpaid)
+        self._doom(space, gone)
 
     def _share(self, space: Namespace, now: float) -> float:
         """Units that a namespace may hold: by recent hits, at least one extent."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tierkv.core.eviction.base import Rows
 from tierkv.core.namespace import Namespace
-from tierkv.types import EngineId, LeaseId
+from tierkv.types import BlockKey, EngineId, LeaseId
 
 
 @dataclass(slots=True, eq=False)
@@ -15,9 +15,12 @@ class Lease:
 
     Attributes:
         rows: leased rows, head of the prefix first.
-        growing: rows behind them that other engines are filling, in order; they join when they
-            become resident and are cut off when one fails.
+        sources: per leased row 0 if DRAM had it, else 1 + the number of the tier it came from.
+        growing: rows behind them that other engines are filling or tiers are reading, in order;
+            they join when they become resident and are cut off when one fails.
+        unknown: keys behind them that a tier is being asked about; more rows may follow.
         joined: those of `growing` that are resident and pinned already, out of order.
+        joined_from: the source of those of `joined` that came from a tier.
         is_taken: a copy may have been issued; the lease is not recalled and does not grow.
     """
 
@@ -26,8 +29,11 @@ class Lease:
     space: Namespace
     is_write: bool
     rows: Rows
+    sources: bytearray = field(default_factory=bytearray)
     growing: list[int] = field(default_factory=list)
+    unknown: list[BlockKey] = field(default_factory=list)
     joined: set[int] = field(default_factory=set)
+    joined_from: dict[int, int] = field(default_factory=dict)
     is_taken: bool = False
     is_recalled: bool = False
 

@@ -27,6 +27,7 @@ class State(IntEnum):
     FILLING = 1  # a write lease holds it
     RESIDENT = 2  # readable
     DOOMED = 3  # out of the index; its slot is freed at the last unpin
+    PROMOTING = 4  # a tier read holds it
 
 
 class Namespace:
@@ -35,8 +36,16 @@ class Namespace:
     Attributes:
         private_to: the engine that alone may use it, or None.
         users: engines that attached it and live.
+        may_demote: its blocks may leave DRAM; those of private namespaces never do.
+        block_tokens: tokens per block; 0 if nobody told.
         heat: recent hits, halved every minute; decides a namespace's share of the pool.
-        waiters: row being filled -> read leases that wait for it.
+        waiters: row being filled or promoted -> read leases that wait for it.
+        dirty: rows with a debt in `owed`.
+        owed: per row the tiers that must still get the block, one bit per tier.
+        queued: those of `owed` that wait for a write thread.
+        moving: tiers that are writing the block now.
+        used_at: time of the last use, in the daemon's clock.
+        changed: blocks that came or went since the cleaner looked.
     """
 
     def __init__(
@@ -49,6 +58,7 @@ class Namespace:
         policy: EvictionPolicy,
         label: str,
         private_to: EngineId | None,
+        block_tokens: int = 0,
     ) -> None:
         self.id = namespace_id
         self.slot_bytes = slot_bytes
@@ -58,6 +68,10 @@ class Namespace:
         self.policy = policy
         self.label = label
         self.private_to = private_to
+        self.may_demote = private_to is None
+        self.block_tokens = block_tokens
+        self.dirty = 0
+        self.changed = 0
         self.extents: list[Extent] = []
         self.free: list[int] = []
         self.waiters: dict[int, list[LeaseId]] = {}
@@ -79,10 +93,15 @@ class Namespace:
         self.parent_serial: npt.NDArray[np.int32] = np.zeros(rows, np.int32)
         self.offset: npt.NDArray[np.int64] = np.full(rows, -1, np.int64)
         self.stamp: npt.NDArray[np.int64] = np.zeros(rows, np.int64)
+        self.used_at: npt.NDArray[np.float64] = np.zeros(rows, np.float64)
+        self.owed: npt.NDArray[np.uint8] = np.zeros(rows, np.uint8)
+        self.queued: npt.NDArray[np.uint8] = np.zeros(rows, np.uint8)
+        self.moving: npt.NDArray[np.uint8] = np.zeros(rows, np.uint8)
 
     def _arrays(self) -> list[npt.NDArray[np.int64]]:
         columns = (self.state, self.pins, self.parent, self.serial, self.parent_serial)
-        return [*columns, self.offset, self.stamp]  # type: ignore[list-item]  # dtypes differ
+        more = (self.offset, self.stamp, self.used_at, self.owed, self.queued, self.moving)
+        return [*columns, *more]  # type: ignore[list-item]  # dtypes differ
 
     def _grow(self, rows: int) -> None:
         have = len(self.state)
@@ -129,9 +148,10 @@ class Namespace:
         self.extents.append(extent)
         self.free.extend(range(end - 1, first - 1, -1))
 
-    def start_draining(self, extent: Extent) -> None:
+    def start_draining(self, extent: Extent, now: float) -> None:
         """No new grants from this extent."""
         extent.is_draining = True
+        extent.draining_since = now
         inside = range(extent.first_row, extent.first_row + extent.rows)
         self.free = [row for row in self.free if row not in inside]
 
@@ -157,6 +177,7 @@ class Namespace:
             return
         picked = np.asarray(rows, np.int32)
         assert not self.pins[picked].any(), "a pinned slot is never freed"
+        self.cancel_debts(picked)
         self.state[picked] = State.FREE
         self.serial[picked] += 1
         keys = self.keys
@@ -173,7 +194,7 @@ class Namespace:
     # ---- blocks --------------------------------------------------------------------------------
 
     def place(self, key: BlockKey, parent: int) -> int:
-        """Give a free slot to a key: FILLING, one pin for its write lease."""
+        """Give a free slot to a key; the caller sets its state and pins it."""
         row = self.free.pop()
         self.index[key] = row
         self.keys[row] = key
@@ -217,8 +238,8 @@ class Namespace:
             )
         )
 
-    def orphans(self) -> Rows:
-        """Resident rows that no lookup can reach, because an ancestor is gone.
+    def cut_off_by(self, rows: Rows) -> Rows:
+        """Resident rows that no lookup could reach if `rows` were gone; those of `rows` included.
 
         Pointer doubling: after step i every row has looked 2**i predecessors up.
         """
@@ -226,11 +247,41 @@ class Namespace:
         resident = self.state == State.RESIDENT
         lost = resident & (parent != 0)
         lost &= (self.state[parent] != State.RESIDENT) | (self.serial[parent] != self.parent_serial)
+        lost[rows] = True
+        lost &= resident
         up = np.where(resident & ~lost, parent, 0)
         while up.any():
             lost |= lost[up]
             up = up[up]
         return np.flatnonzero(lost & resident).astype(np.int32)
+
+    def orphans(self) -> Rows:
+        """Resident rows that no lookup can reach, because an ancestor is gone."""
+        return self.cut_off_by(np.zeros(0, np.int32))
+
+    # ---- debts ---------------------------------------------------------------------------------
+
+    def owe(self, rows: Rows, bit: int) -> None:
+        """Note that a tier must still get these blocks."""
+        self.dirty += int(np.count_nonzero(self.owed[rows] == 0))
+        self.owed[rows] |= np.uint8(bit)
+
+    def settle(self, rows: Rows, bit: int) -> None:
+        """Note that a tier got these blocks, or will not get them any more."""
+        before = self.owed[rows]
+        after = before & np.uint8(0xFF ^ bit)
+        self.dirty -= int(np.count_nonzero((before != 0) & (after == 0)))
+        self.owed[rows] = after
+        self.queued[rows] &= after
+
+    def cancel_debts(self, rows: Rows) -> None:
+        """Forget all debts of these rows; writes that are running go on."""
+        self.settle(rows, 0xFF)
+
+    def unpaid(self, rows: Rows) -> Rows:
+        """Those of `rows` that owe something to a tier that is not writing it now."""
+        picked: Rows = rows[(self.owed[rows] & ~self.moving[rows]) != 0]
+        return picked
 
     def warmth(self) -> npt.NDArray[np.int64]:
         """Per row the latest use of a block or of any block that depends on it.

@@ -40,6 +40,7 @@ class Attachment:
     slot_bytes: int
     label: str
     is_private: bool
+    block_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -50,11 +51,15 @@ class Answer:
         lease: 0 if nothing was found.
         offsets: byte offsets in the pool of the readable blocks, from the first key on.
         pending: blocks behind them that may still come.
+        is_promoting: some of those come from a tier; else other engines are writing them.
+        sources: per readable block 0 if DRAM had it, else 1 + the number of its tier.
     """
 
     lease: LeaseId
     offsets: npt.NDArray[np.int64]
     pending: int
+    is_promoting: bool = False
+    sources: bytes = b""
 
 
 class Client:
@@ -235,7 +240,8 @@ class Client:
         seq = self._next()
         self._attaching[seq] = wanted.namespace
         self._post(wire.Attach(
-            seq, wanted.namespace, wanted.slot_bytes, wanted.label, wanted.is_private
+            seq, wanted.namespace, wanted.slot_bytes, wanted.label, wanted.is_private,
+            wanted.block_tokens,
         ))  # fmt: skip
 
     # ---- load ----------------------------------------------------------------------------------
@@ -267,7 +273,10 @@ class Client:
         reply = self._await(ticket, self.deadline_s if deadline_s is None else deadline_s)
         if not isinstance(reply, wire.FoundReply):
             return None
-        answer = Answer(LeaseId(reply.lease), wire.unpack_offsets(reply.offsets), reply.pending)
+        offsets = wire.unpack_offsets(reply.offsets)
+        answer = Answer(
+            LeaseId(reply.lease), offsets, reply.pending, reply.is_promoting, bytes(len(offsets))
+        )
         if reply.lease:
             early = self._answers.get(answer.lease)
             if early is not None:  # a push overtook us reading the reply
@@ -356,10 +365,14 @@ class Client:
         self.leases.discard(lease)
         self._post_kept(wire.Commit(self._next(), lease, bytes(1 if ok else 0 for ok in is_ok)))
 
-    def say_outcome(self, device: int, dram: int, computed: int) -> None:
-        """Report where a request's prompt tokens came from. One-way."""
+    def say_outcome(self, device: int, tiers: Sequence[int], computed: int) -> None:
+        """Report where a request's prompt tokens came from. One-way.
+
+        Args:
+            tiers: tokens by source: DRAM, then the secondary tiers in order.
+        """
         if self.is_up:
-            self._post(wire.Outcome(self._next(), device, dram, computed))
+            self._post(wire.Outcome(self._next(), device, list(tiers), computed))
 
     def say_quiesced(self) -> None:
         """Say that nothing is in flight from before this generation. One-way."""
@@ -437,7 +450,7 @@ class Client:
                 return
             case _:
                 self._acknowledge(reply.to)
-                if not isinstance(reply, wire.StatsReply | wire.Failed):
+                if isinstance(reply, wire.Done | wire.FoundReply | wire.GrantedReply):
                     self.ignored_leases = reply.ignored
                 namespace = self._attaching.pop(reply.to, None)
                 if namespace is not None and namespace in self._attachments:
@@ -450,7 +463,7 @@ class Client:
         """Note a recall; an answer that nobody has read yet becomes a miss at once."""
         for ticket, reply in self._replies.items():
             if isinstance(reply, wire.FoundReply) and reply.lease == lease:
-                self._replies[ticket] = wire.FoundReply(ticket, reply.ignored, 0, b"", 0)
+                self._replies[ticket] = wire.FoundReply(ticket, reply.ignored, 0, b"", 0, False)
                 self.release([lease])
                 return
         if lease in self._answers:
@@ -470,13 +483,14 @@ class Client:
 
     def _grow(self, push: wire.ReadyPush) -> None:
         lease = LeaseId(push.lease)
-        offsets = wire.unpack_offsets(push.offsets)
+        grown = Answer(
+            lease, wire.unpack_offsets(push.offsets), push.pending, push.is_promoting, push.sources
+        )
         answer = self._answers.get(lease)
         if answer is None:
             if lease in {LeaseId(r.lease) for r in self._replies.values()
                          if isinstance(r, wire.FoundReply)}:  # fmt: skip
-                self._answers[lease] = Answer(lease, offsets, 0 if push.done else 1)
+                self._answers[lease] = grown
             return
-        grown = len(offsets) - len(answer.offsets)
-        answer.offsets = offsets
-        answer.pending = 0 if push.done else max(1, answer.pending - grown)
+        answer.offsets, answer.sources = grown.offsets, grown.sources
+        answer.pending, answer.is_promoting = grown.pending, grown.is_promoting

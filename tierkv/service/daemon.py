@@ -14,7 +14,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import zmq
@@ -35,6 +35,7 @@ from tierkv.pool import (
 )
 from tierkv.service import wire
 from tierkv.service.server import Frame, Server, ServerFacts
+from tierkv.service.tier_host import IO_COMMAND, TierHost, limits_of
 from tierkv.sizing import read_memory_facts, resolve_capacity
 from tierkv.types import EngineId
 from tierkv.units import approximate_size
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 LIVENESS_PERIOD_S = 0.25
 FRAMES_PER_STEP_MAX = 256
+FLUSH_STEP_S = 0.02
 SEND_QUEUE_MAX = 100_000
 JUST_DEAD = EngineId("-")  # stands for engines that died shortly before us; no lock names it
 SOCKET_PATH_BYTES_MAX = 100  # sun_path has 108, ZMQ adds a prefix of its own
@@ -86,17 +88,22 @@ def prepare_pool(config: NodeConfig) -> Pool:
 class Daemon:
     """A running daemon. Use `open_daemon`."""
 
-    def __init__(self, config: NodeConfig, pool: Pool, socket: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        pool: Pool,
+        socket: zmq.Socket[bytes],
+        io_command: Sequence[str] = IO_COMMAND,
+    ) -> None:
         self.config = config
         self.pool = pool
         self.run_directory = config.service.socket_path.parent
         self._socket = socket
+        dram = config.dram
         limits = Limits(
-            pool.capacity,
-            config.dram.extent_unit,
-            config.dram.pinned_share_max,
-            pool.generation,
-        )
+            pool.capacity, dram.extent_unit, dram.pinned_share_max, pool.generation,
+            dram.clean_tail, dram.dirty_max, dram.promote_share_max,
+        )  # fmt: skip
         old = [e for e, held in held_locks(self.run_directory).items() if held.mappers]
         old.append(JUST_DEAD)
         facts = ServerFacts(
@@ -107,28 +114,57 @@ class Daemon:
             config.node_strict,
             config.service.quarantine_min,
         )
-        self.server = Server(Directory(limits), facts, old if pool.was_adopted else ())
+        tiers = [limits_of(tier, config) for tier in config.tiers]
+        self.server = Server(Directory(limits, tiers), facts, old if pool.was_adopted else ())
+        self.tiers = TierHost(
+            config.tiers,
+            self.server.directory.tiering,
+            pool=str(pool.path),
+            generation=pool.generation,
+            run_directory=str(self.run_directory),
+            stores=self.server.stores,
+            command=io_command,
+        )
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
+        self._listened: list[int] = []
         self._look_at = 0.0
         self.is_stopping = False
 
     def step(self, wait_s: float) -> None:
         """Wait for messages, at most `wait_s`, and work them off, each reply at once."""
-        if self._poller.poll(int(wait_s * 1000)):
-            for _ in range(FRAMES_PER_STEP_MAX):
-                try:
-                    parts = self._socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                if len(parts) == 2:
-                    self._turn([(parts[0], parts[1])], None)
-                else:
-                    self.server.directory.counters["protocol_errors"] += 1
+        self._listen_to_tiers()
+        if self._socket in dict(self._poller.poll(int(wait_s * 1000))):
+            self._receive()
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + LIVENESS_PERIOD_S
             self._turn([], self._look())
+        if self.config.tiers:
+            self.tiers.step(now)
+            self._turn([], None)
+            self.tiers.hand_out(self.server.take_jobs(now), now)
+
+    def _listen_to_tiers(self) -> None:
+        """Wake up when an I/O process says something; processes come and go."""
+        ends = [end.fileno() for end in self.tiers.sockets()]
+        if ends != self._listened:
+            for end in self._listened:
+                self._poller.unregister(end)
+            for end in ends:
+                self._poller.register(end, zmq.POLLIN)
+            self._listened = ends
+
+    def _receive(self) -> None:
+        for _ in range(FRAMES_PER_STEP_MAX):
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(parts) == 2:
+                self._turn([(parts[0], parts[1])], None)
+            else:
+                self.server.directory.counters["protocol_errors"] += 1
 
     def _look(self) -> dict[EngineId, Held] | None:
         try:
@@ -158,11 +194,30 @@ class Daemon:
                 idle_since = now
             elif linger_s is not None and now - idle_since >= linger_s:
                 logger.info("no engine for %.0f s: the daemon ends", linger_s)
-                return
+                break
+        if self.config.tiers:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write owed blocks to durable tiers, within the budget; a second signal cuts it short."""
+        cleaner, budget_s = self.server.directory.tiering.cleaner, self.config.service.flush_budget
+        owed = cleaner.unflushed()
+        if owed == 0:
+            return
+        logger.info("flushing: blocks=%d budget=%.1f s", owed, budget_s)
+        self.is_stopping = False
+        self.server.directory.may_grant = False
+        cleaner.flush()
+        end = time.monotonic() + budget_s
+        while not self.is_stopping and cleaner.unflushed() and time.monotonic() < end:
+            self.step(FLUSH_STEP_S)
+        left = cleaner.unflushed()
+        level = logging.WARNING if left else logging.INFO
+        logger.log(level, "flushed: blocks=%d not_flushed=%d", owed - left, left)
 
 
 @contextlib.contextmanager
-def open_daemon(config: NodeConfig) -> Iterator[Daemon]:
+def open_daemon(config: NodeConfig, io_command: Sequence[str] = IO_COMMAND) -> Iterator[Daemon]:
     """Become the daemon of a node: lock, pool, socket; all given back at the end.
 
     The pool file stays if some process still maps it, so that the next daemon can adopt it.
@@ -188,7 +243,11 @@ def open_daemon(config: NodeConfig) -> Iterator[Daemon]:
         lock.tell(pool.generation)
         try:
             with _bound_socket(socket_path) as socket:
-                yield Daemon(config, pool, socket)
+                daemon = Daemon(config, pool, socket, io_command)
+                try:
+                    yield daemon
+                finally:
+                    daemon.tiers.close()
         finally:
             if not any(held.mappers for held in held_locks(socket_path.parent).values()):
                 pool.unlink()
@@ -226,14 +285,16 @@ def serve(
     config: NodeConfig,
     linger_s: float | None = None,
     on_turn: Callable[[Daemon], None] | None = None,
+    io_command: Sequence[str] = IO_COMMAND,
 ) -> None:
     """Run the daemon until SIGTERM or SIGINT, or until it lingered long enough without engines.
 
     Args:
         linger_s: None to run until a signal.
         on_turn: called after every turn.
+        io_command: how the I/O process of a tier is started.
     """
-    with open_daemon(config) as daemon:
+    with open_daemon(config, io_command) as daemon:
 
         def stop(signal_number: int, _frame: object) -> None:
             logger.info("signal %d: the daemon ends", signal_number)

@@ -28,6 +28,7 @@ _KEPT_ENVIRONMENT = (
     "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONPATH", "TMPDIR", "USER",
     "VIRTUAL_ENV", "XDG_RUNTIME_DIR",
 )  # fmt: skip
+_KEPT_PREFIXES = ("AWS_", "AZURE_", "GOOGLE_")  # credentials of object stores
 
 
 def start_daemon(config: NodeConfig) -> subprocess.Popen[bytes]:
@@ -40,7 +41,11 @@ def start_daemon(config: NodeConfig) -> subprocess.Popen[bytes]:
     """
     run_directory = make_private(config.service.socket_path.parent)
     log = _open_log(run_directory / "daemon.log")
-    environment = {k: os.environ[k] for k in _KEPT_ENVIRONMENT if k in os.environ}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT_ENVIRONMENT or name.startswith(_KEPT_PREFIXES)
+    }
     environment["OPENBLAS_NUM_THREADS"] = "1"  # numpy is used for bookkeeping only
     command = [sys.executable, "-m", "tierkv.service.launcher"]
     try:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tierkv.core.directory import Directory
-from tierkv.core.values import Event, Ready, Run
+from tierkv.core.values import Event, Job, Ready, Recall, Run, TaskEnded
 from tierkv.errors import ProtocolError
 from tierkv.pool import Held
 from tierkv.service import wire
@@ -72,6 +72,8 @@ class Server:
         self._peers: dict[EngineId, bytes] = {}
         self._free_since: dict[EngineId, float] = {}
         self._old_mappers: dict[EngineId, float | None] = dict.fromkeys(old_mappers)
+        self._tasks: dict[int, tuple[bytes, int, bool]] = {}  # -> (peer, its request, a check?)
+        self.stores: list[dict[str, int]] = [{} for _ in directory.tiering.lanes]
         self._out: list[Frame] = []
         directory.may_grant = not self._old_mappers
 
@@ -104,10 +106,18 @@ class Server:
             self._receive(peer, frame, now)
         if held is not None:
             self._look_for_deaths(held, now)
-        for event in self.directory.take_events():
-            self._push(event)
+            self.directory.tiering.tick(now)
+        self._push_events()
         out, self._out = self._out, []
         return out
+
+    def take_jobs(self, now: float) -> list[Job]:
+        """Work for the I/O processes; outcomes go to `directory.tiering`, before the next turn."""
+        return self.directory.tiering.take_jobs(now)
+
+    def _push_events(self) -> None:
+        for event in self.directory.take_events():
+            self._push(event)
 
     # ---- sessions ------------------------------------------------------------------------------
 
@@ -276,19 +286,20 @@ class Server:
                 body = json.dumps(collect(self, now))
                 self._send(session.peer, wire.StatsReply(message.seq, body))
             case wire.Check():
-                self._check(session, message)
+                self._check(session, message, now)
             case wire.Hello():
                 raise ProtocolError("a connection is one session; open another for another")
             case wire.Purge():
-                self._purge(session, message)
+                self._purge(session, message, now)
 
     def _attach(self, session: Session, message: wire.Attach) -> None:
         if session.engine is None:
             raise ProtocolError("an administrator cannot attach a namespace")
         namespace = NamespaceId(message.namespace)
         problem = self.directory.attach(
-            session.engine, namespace, message.slot_bytes, message.label, message.is_private
-        )
+            session.engine, namespace, message.slot_bytes, message.label, message.is_private,
+            block_tokens=message.block_tokens,
+        )  # fmt: skip
         if problem is not None:
             self._send(session.peer, wire.Failed(message.seq, "refused", problem))
             return
@@ -310,7 +321,7 @@ class Server:
         self._remember(session, message.seq, found.lease)
         offsets = wire.pack_offsets(found.offsets)
         self._send(session.peer, wire.FoundReply(
-            message.seq, self._ignored, found.lease, offsets, found.pending
+            message.seq, self._ignored, found.lease, offsets, found.pending, found.is_promoting
         ))  # fmt: skip
 
     def _reserve(self, session: Session, message: wire.Reserve, now: float) -> None:
@@ -348,28 +359,43 @@ class Server:
             self._old_mappers.pop(session.engine, None)
             self.directory.may_grant = not self._old_mappers
 
-    def _purge(self, session: Session, message: wire.Purge) -> None:
-        if not message.namespace:
-            self._done(session, message.seq, self.directory.purge())
+    def _purge(self, session: Session, message: wire.Purge, now: float) -> None:
+        tiering, names = self.directory.tiering, self.directory.tiering.names
+        known = {*self.directory.spaces, *tiering.presence.namespaces()}
+        target: NamespaceId | None = None
+        refusal = None
+        if message.namespace:
+            matches = [n for n in known if n.hex().startswith(message.namespace)]
+            target = matches[0] if matches else None
+            if len(matches) != 1:
+                refusal = f"{len(matches)} namespaces begin with {message.namespace}"
+        for name in message.tiers:
+            if name not in ("dram", *names):
+                refusal = f"no tier is named {name}; there are {', '.join(['dram', *names])}"
+        if refusal is not None:
+            self._send(session.peer, wire.Failed(message.seq, "refused", refusal))
             return
-        matches = [s for s in self.directory.spaces if s.hex().startswith(message.namespace)]
-        if len(matches) != 1:
-            text = f"{len(matches)} namespaces begin with {message.namespace}"
-            self._send(session.peer, wire.Failed(message.seq, "refused", text))
-            return
-        self._done(session, message.seq, self.directory.purge(matches[0]))
+        age = message.older_than_s or None
+        dropped = None
+        if not message.tiers or "dram" in message.tiers:
+            is_here = target is None or target in self.directory.spaces
+            dropped = self.directory.purge(target, age, now) if is_here else 0
+        tiers = [t for t, name in enumerate(names) if not message.tiers or name in message.tiers]
+        task = tiering.purge(target, tiers, age, dropped, now)
+        self._tasks[task] = (session.peer, message.seq, False)
 
-    def _check(self, session: Session, message: wire.Check) -> None:
+    def _check(self, session: Session, message: wire.Check, now: float) -> None:
         try:
             self.directory.check()
         except AssertionError as error:
             logger.error("the books are wrong: %s", error)
             self._send(session.peer, wire.Failed(message.seq, "check", str(error)))
             return
-        self._done(session, message.seq, sum(len(s.index) for s in self.directory.spaces.values()))
+        task = self.directory.tiering.check(now)
+        self._tasks[task] = (session.peer, message.seq, True)
 
     def _count_outcome(self, message: wire.Outcome) -> None:
-        report = Report(1, message.device, message.dram, message.computed)
+        report = Report(1, message.device, tuple(message.tiers), message.computed)
         self.outcomes.append(report)
         self.outcomes_total = self.outcomes_total + report
 
@@ -407,11 +433,25 @@ class Server:
         self._out.append((peer, wire.encode(message)))
 
     def _push(self, event: Event) -> None:
-        peer = self._peers.get(event.engine)
-        if peer is None:
+        match event:
+            case TaskEnded():
+                self._answer_task(event)
+            case Ready() if event.engine in self._peers:
+                self._send(self._peers[event.engine], wire.ReadyPush(
+                    event.lease, wire.pack_offsets(event.offsets), event.sources, event.pending,
+                    event.is_promoting,
+                ))  # fmt: skip
+            case Recall() if event.engine in self._peers:
+                self._send(self._peers[event.engine], wire.RecallPush(event.lease))
+            case _:
+                return
+
+    def _answer_task(self, event: TaskEnded) -> None:
+        peer, seq, is_check = self._tasks.pop(event.task, (b"", 0, False))
+        if peer not in self._sessions:
             return
-        if isinstance(event, Ready):
-            offsets = wire.pack_offsets(event.offsets)
-            self._send(peer, wire.ReadyPush(event.lease, offsets, event.done))
+        if is_check:
+            blocks = sum(len(s.index) for s in self.directory.spaces.values())
+            self._send(peer, wire.CheckedReply(seq, blocks, list(event.problems)))
         else:
-            self._send(peer, wire.RecallPush(event.lease))
+            self._send(peer, wire.PurgedReply(seq, event.dropped, list(event.problems)))

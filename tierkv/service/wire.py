@@ -25,6 +25,7 @@ MESSAGE_BYTES_MAX = 16 << 20
 KEYS_MAX = 65_536
 KEY_BYTES_MAX = 65
 LEASES_MAX = 16_384
+TIERS_MAX = 8
 
 Seq = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -63,13 +64,19 @@ class Hello(_Message, frozen=True):
 
 
 class Attach(_Message, frozen=True):
-    """Makes a namespace usable for this session."""
+    """Makes a namespace usable for this session.
+
+    Attributes:
+        is_private: for this engine alone; such blocks never leave DRAM.
+        block_tokens: tokens per block; 0 if unknown.
+    """
 
     seq: Seq
     namespace: Digest
     slot_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     label: Text
     is_private: bool
+    block_tokens: Count = 0
 
 
 class Detach(_Message, frozen=True):
@@ -133,11 +140,15 @@ class Abandon(_Message, frozen=True):
 
 
 class Outcome(_Message, frozen=True):
-    """Where the prompt tokens of one admitted request came from."""
+    """Where the prompt tokens of one admitted request came from.
+
+    Attributes:
+        tiers: tokens by source: DRAM, then the secondary tiers in order.
+    """
 
     seq: Seq
     device: Count
-    dram: Count
+    tiers: Annotated[list[Count], msgspec.Meta(max_length=1 + TIERS_MAX)]
     computed: Count
 
 
@@ -165,10 +176,18 @@ class Check(_Message, frozen=True):
 
 
 class Purge(_Message, frozen=True):
-    """`namespace`: leading hex digits of one namespace; empty for all."""
+    """Drops blocks. Answered when no older work is left that could bring one back.
+
+    Attributes:
+        namespace: leading hex digits of one namespace; empty for all.
+        tiers: names of tiers, `dram` among them; empty for all.
+        older_than_s: only blocks not used for this time; 0 for all.
+    """
 
     seq: Seq
     namespace: Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[0-9a-f]*\Z")]
+    tiers: Annotated[list[Text], msgspec.Meta(max_length=1 + TIERS_MAX)] = []
+    older_than_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 Request = (
@@ -200,7 +219,7 @@ class Welcome(_Message, frozen=True):
 
 
 class Done(_Message, frozen=True):
-    """Answer to Attach, Ping, Check and Purge. `ignored`: leases named in vain so far."""
+    """Answer to Attach and Ping. `ignored`: leases named in vain so far."""
 
     to: Seq
     ignored: Count
@@ -208,11 +227,30 @@ class Done(_Message, frozen=True):
 
 
 class FoundReply(_Message, frozen=True):
+    """`is_promoting`: some of the pending blocks come from a tier, not from another engine."""
+
     to: Seq
     ignored: Count
     lease: Count
     offsets: bytes
     pending: Count
+    is_promoting: bool
+
+
+class PurgedReply(_Message, frozen=True):
+    """`dropped`: blocks by tier. `problems`: tiers that did not answer, and why."""
+
+    to: Seq
+    dropped: dict[str, Count]
+    problems: list[str]
+
+
+class CheckedReply(_Message, frozen=True):
+    """Answer to Check: the books of DRAM are right; `problems` tells of the tiers."""
+
+    to: Seq
+    blocks: Count
+    problems: list[str]
 
 
 class GrantedReply(_Message, frozen=True):
@@ -238,11 +276,18 @@ class Failed(_Message, frozen=True):
 
 
 class ReadyPush(_Message, frozen=True):
-    """A growing lease: offsets of all its readable blocks."""
+    """A growing lease: offsets of all its readable blocks.
+
+    Attributes:
+        sources: per block 0 if DRAM had it, else 1 + the number of the tier it came from.
+        pending: blocks behind them that may still come; 0: nothing more will.
+    """
 
     lease: Count
     offsets: bytes
-    done: bool
+    sources: bytes
+    pending: Count
+    is_promoting: bool
 
 
 class RecallPush(_Message, frozen=True):
@@ -250,7 +295,8 @@ class RecallPush(_Message, frozen=True):
 
 
 Reply = (
-    Welcome | Done | FoundReply | GrantedReply | StatsReply | Failed | ReadyPush | RecallPush
+    Welcome | Done | FoundReply | GrantedReply | StatsReply | PurgedReply | CheckedReply | Failed
+    | ReadyPush | RecallPush
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

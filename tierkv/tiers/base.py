@@ -15,22 +15,22 @@ Rule 4: the bytes are judged by `read_verified` alone, so no tier can forget it.
 from __future__ import annotations
 
 import abc
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tierkv.tiers.frame import seal, verify
-from tierkv.types import BlockKey, NamespaceId
+from tierkv.types import BlockKey, NamespaceId, Outcome
 
-
-class Outcome(enum.IntEnum):
-    """What became of one block in one call."""
-
-    OK = 0
-    MISSING = 1  # the tier does not have it
-    CORRUPT = 2  # it has something else under this name, or damaged bytes
-    FULL = 3  # no room, or none that may be freed now
-    FAILED = 4  # the store refused or did not answer
+__all__ = [
+    "BlockName",
+    "Change",
+    "Outcome",
+    "Tier",
+    "TierInfo",
+    "TierSettings",
+    "read_verified",
+    "write_sealed",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -265,7 +265,8 @@ class TierKVConnector(KVConnectorBase_V1):
         namespace = identity.namespace_of(self._facts, epoch)
         model = str(self._vllm_config.model_config.model).rstrip("/").rsplit("/", 1)[-1]
         label = f"{model[-100:]}, {self._sizes.block} tokens"
-        wanted = Attachment(namespace, self._slot_bytes, label, epoch is not None)
+        tokens = self._sizes.block
+        wanted = Attachment(namespace, self._slot_bytes, label, epoch is not None, tokens)
         is_usable = self.scheduler_half.attach(wanted, self._rank_offsets, wait_s)
         unit = self.config.node.dram.extent_unit
         slots = slots_in(self.scheduler_half.pool_bytes, unit, self._slot_bytes)

@@ -61,7 +61,7 @@ class RequestState:
         may_store: False after a reset, as long as it holds what it computed before.
         is_admitted: it was given blocks, whether or not they were reported yet.
         preemptions: of the engine's count, those that were noted.
-        outcome: (device, dram) tokens of the first admission, for the statistics.
+        outcome: (device tokens, loaded tokens by source) of the first admission, for statistics.
     """
 
     request: Any
@@ -79,8 +79,21 @@ class RequestState:
     may_store: bool = True
     is_admitted: bool = False
     preemptions: int = 0
-    outcome: tuple[int, int] | None = None
+    outcome: tuple[int, tuple[int, ...]] | None = None
     keys: list[BlockKey] = field(default_factory=list)
+
+    def loaded_by_source(self, tokens: int, block: int) -> tuple[int, ...]:
+        """Tokens of a load that begins behind the device hit, by source: DRAM, tier 0, tier 1..."""
+        sources = self.answer.sources if self.answer is not None else b""
+        counts: list[int] = []
+        at, end = self.local_tokens, self.local_tokens + tokens
+        while at < end:
+            step = min(end, (at // block + 1) * block) - at
+            source = sources[at // block] if at // block < len(sources) else 0
+            counts += [0] * (source + 1 - len(counts))
+            counts[source] += step
+            at += step
+        return tuple(counts)
 
     def take_back_promise(self) -> None:
         """What was found is gone; the next question of the scheduler is answered anew."""

@@ -57,6 +57,8 @@ class SchedulerHalf:
         self._planned: list[LoadPlan] = []
         self._allocated: set[int] = set()
         self._generation = 0
+        # After a reset that vLLM's own cache refused, its hits may be of before the reset.
+        self._stores_device_hits = True
         self._failures_seen: dict[int, int] = {}
         self._must_quiesce = False
         self._adapters = AdapterDigests()
@@ -71,6 +73,7 @@ class SchedulerHalf:
         """
         if self._attachment is not None:
             self._forget_all()
+            self._stores_device_hits = False
             self.client.detach(self._attachment.namespace)
         self._attachment = attachment
         self._rank_offsets = rank_offsets
@@ -197,6 +200,8 @@ class SchedulerHalf:
         if state.asked_at is None:
             state.asked_at = now
         state.asks += 1
+        if state.answer is not None and state.answer.is_promoting:
+            return now - state.asked_at < self._config.promote_wait_max
         if self._config.fill_wait_max == "step":
             return state.asks <= 1
         return now - state.asked_at < float(self._config.fill_wait_max)
@@ -228,7 +233,12 @@ class SchedulerHalf:
         first = state.local_tokens // page if state.is_decided else 0
         self._allocated.update(block for block in block_ids[first:] if block)
         if state.outcome is None:
-            state.outcome = (state.local_tokens, external_tokens)
+            loaded = state.loaded_by_source(external_tokens, self._sizes.block)
+            state.outcome = (state.local_tokens, loaded)
+        if not self._stores_device_hits:
+            state.blocks_stored = max(
+                state.blocks_stored, -(-state.local_tokens // self._sizes.block)
+            )
         if external_tokens == 0:
             if state.loading is None:
                 self._give_up(state)
@@ -437,7 +447,7 @@ class SchedulerHalf:
         copy.is_ok = copy.is_ok and is_ok
         state = self._requests.get(copy.request)
         if state is not None and not is_ok and state.outcome is not None:
-            state.outcome = (state.outcome[0], 0)  # it is computed; nothing is looked up again
+            state.outcome = (state.outcome[0], ())  # it is computed; nothing is looked up again
         if copy.ranks < self._sizes.ranks:
             return
         del self._loads[lease]
@@ -452,9 +462,9 @@ class SchedulerHalf:
             return
         self._give_up(state)
         if state.outcome is not None:
-            device, dram = state.outcome
-            prompt = request.num_prompt_tokens
-            self.client.say_outcome(device, dram, max(0, prompt - device - dram))
+            device, loaded = state.outcome
+            computed = max(0, request.num_prompt_tokens - device - sum(loaded))
+            self.client.say_outcome(device, loaded, computed)
 
     # ---- connection ----------------------------------------------------------------------------
 
