@@ -30,18 +30,20 @@ from tierkv.service.client import Attachment, Client
 from tierkv.service.connection import Link
 from tierkv.service.daemon import Daemon, serve
 from tierkv.service.launcher import start_daemon
+from tierkv.types import FRAME_BYTES
 
 ROOT = Path(__file__).parents[1]
 SLOT_BYTES = 8192
-HALF = SLOT_BYTES // 2
+PAYLOAD_BYTES = SLOT_BYTES - FRAME_BYTES
+HALF = PAYLOAD_BYTES // 2
 WAIT_MAX_S = 30.0
 PAUSE_S = 0.005
 QUARANTINE_S = 0.1
 
 
 def payload(key: bytes) -> np.ndarray:
-    """What the slot of a key must hold."""
-    return np.resize(np.frombuffer(hashlib.blake2b(key).digest(), np.uint8), SLOT_BYTES)
+    """What the slot of a key must hold behind its frame."""
+    return np.resize(np.frombuffer(hashlib.blake2b(key).digest(), np.uint8), PAYLOAD_BYTES)
 
 
 def wait_for(condition: Callable[[], object], *clients: Client, what: str = "") -> None:
@@ -79,6 +81,7 @@ class EngineHalf:
         self.keys: list[bytes] = []
         self.lease = 0
         self.offsets: list[int] = []
+        self.sources: list[int] = []  # of the last lookup: 0 DRAM, 1 the first tier
         self.copied: list[np.ndarray] = []
 
     def connect(self) -> int:
@@ -90,15 +93,18 @@ class EngineHalf:
         return self.client.generation
 
     def slot(self, offset: int) -> np.ndarray:
-        return self.pool.bytes[offset : offset + SLOT_BYTES]
+        return self.pool.bytes[offset + FRAME_BYTES : offset + SLOT_BYTES]
 
     # ---- load ----
 
     def lookup(self, text: str) -> list[int]:
         self.keys = keys_of(text)
         answer = self.client.lookup(SPACE, self.keys)
+        if answer is not None:
+            wait_for(lambda: answer.pending == 0, self.client, what="blocks on their way")
         self.lease = answer.lease if answer else 0
         self.offsets = answer.offsets.tolist() if answer else []
+        self.sources = list(answer.sources) if answer else []
         return self.offsets
 
     def start_read(self) -> None:
@@ -113,6 +119,11 @@ class EngineHalf:
     def release(self) -> None:
         if self.lease:
             self.client.release([self.lease])
+
+    def load_from(self, text: str) -> list[int]:
+        """Load, and tell for each hit where it came from."""
+        self.load(text)
+        return self.sources
 
     def load(self, text: str) -> int:
         """All steps of a load; the number of hits. Fails on a wrong byte."""
@@ -218,7 +229,9 @@ class Child:
 class Node:
     """Directories and processes of one test; `close` ends and removes them all."""
 
-    def __init__(self, tmp_path: Path, slots: int = 8, linger_s: float = 30.0) -> None:
+    def __init__(
+        self, tmp_path: Path, slots: int = 8, linger_s: float = 30.0, **node: object
+    ) -> None:
         memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
         self.pool_directory = Path(tempfile.mkdtemp(prefix="tierkv-test-", dir=memory))
         self.run_directory = tmp_path / "run"
@@ -233,6 +246,7 @@ class Node:
             service=ServiceConfig(
                 socket=self.run_directory / "d.sock", quarantine_min=QUARANTINE_S, linger=linger_s
             ),
+            **node,
         )
         self.socket = self.config.service.socket_path
         self.gate = tmp_path / "gate"

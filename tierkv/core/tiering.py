@@ -185,8 +185,9 @@ class TieringManager:
 
     def started(self, tier: int, knows_all: bool) -> None:
         """A process serves a tier. An unindexed tier never knows all; others after their scan."""
-        self.lanes[tier].is_up = True
-        self.promoter.known_whole[tier] = knows_all
+        lane = self.lanes[tier]
+        lane.is_up = True
+        self.promoter.known_whole[tier] = knows_all and lane.limits.is_indexed
 
     def process_lost(self, tier: int, now: float) -> int:
         """The process ended, or is about to be killed: nobody waits for its jobs any more.
