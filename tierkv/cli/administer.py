@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,32 +16,40 @@ from tierkv.cli.session import (
     admin_client,
     daemon_options,
     json_option,
+    parse_seconds,
 )
 
 if TYPE_CHECKING:
     from tierkv.service.client import Client
 
-CHECK_WAIT_S = 300.0  # the whole index is recomputed; other clients wait as long
+TASK_WAIT_S = 120.0  # tiers walk their stores; the daemon gives up on one that is down long before
+TIERS = ("dram", "memory", "fs", "object")
 
 
 @click.command()
 @daemon_options
 @json_option
-def check(socket: Path, as_json: bool) -> None:
-    """Let the daemon recompute its books; exit code 1 if they are wrong.
+def check(socket: Path, as_json: bool) -> int:
+    """Let the daemon and its tiers audit their books; exit code 1 if they are wrong.
 
-    The daemon answers nobody meanwhile, seconds per 100,000 blocks; engines compute instead.
+    While DRAM's books are recomputed the daemon answers nobody, seconds per 100,000 blocks; engines
+    compute instead. Tiers are audited beside their work.
     """
     from tierkv.errors import DaemonUnavailableError
     from tierkv.service import wire
 
     with admin_client(socket) as client:
         try:
-            reply = client.ask(wire.Check, CHECK_WAIT_S)
+            with _waiting("the daemon and its tiers audit their books"):
+                reply = client.ask(wire.Check, TASK_WAIT_S)
         except DaemonUnavailableError as error:
             raise DaemonUnavailableError(f"check failed: {error}") from error
-        assert isinstance(reply, wire.Done), "the daemon answers Check with Done"
-        click.echo(json.dumps({"blocks": reply.count}) if as_json else f"ok: {reply.count} blocks")
+        assert isinstance(reply, wire.CheckedReply), "the daemon answers Check with CheckedReply"
+    if as_json:
+        click.echo(json.dumps({"blocks": reply.blocks, "problems": reply.problems}))
+    elif not reply.problems:
+        click.echo(f"ok: {_blocks(reply.blocks)}")
+    return _tell_problems(reply.problems)
 
 
 def _hex(_context: click.Context, _option: click.Parameter, text: str | None) -> str | None:
@@ -57,16 +67,33 @@ def _hex(_context: click.Context, _option: click.Parameter, text: str | None) ->
     help="Leading digits of one namespace, as `tierkv stats` shows them.",
 )
 @click.option("--all", "is_all", is_flag=True, help="All namespaces.")
+@click.option(
+    "--tier",
+    "tiers",
+    type=click.Choice(TIERS),
+    multiple=True,
+    help="Only in this tier; may be repeated. Default: in all.",
+)
+@click.option(
+    "--older-than",
+    "age_s",
+    metavar="DURATION",
+    callback=parse_seconds,
+    help="Only blocks that were not used for this time, for example 12h.",
+)
 @click.option("--yes", "is_sure", is_flag=True, help="Do not ask.")
 @json_option
 def purge(
+    *,
     socket: Path,
     namespace: str | None,
     is_all: bool,
+    tiers: tuple[str, ...],
+    age_s: float | None,
     is_sure: bool,
     as_json: bool,
-) -> None:
-    """Drop all blocks of one namespace, or of all.
+) -> int:
+    """Drop blocks of one namespace, or of all, in DRAM and in the tiers below.
 
     Requests that are reading blocks now still read the right bytes.
     """
@@ -74,24 +101,73 @@ def purge(
 
     if (namespace is None) != is_all:
         raise click.UsageError("Give either --namespace or --all.")
+    prefix, names, age_s = namespace or "", list(dict.fromkeys(tiers)), age_s or 0.0
     with admin_client(socket) as client:
         if not is_sure:
-            _ask_user(client, namespace or "")
-        reply = client.ask(lambda seq: wire.Purge(seq, namespace or ""), ANSWER_WAIT_S)
-        assert isinstance(reply, wire.Done), "the daemon answers Purge with Done"
-    click.echo(json.dumps({"dropped": reply.count}) if as_json else f"dropped {reply.count} blocks")
+            _ask_user(_question(_stats_of(client), prefix, names, age_s > 0))
+        with _waiting("blocks are dropped; older work of the tiers ends first"):
+            reply = client.ask(lambda seq: wire.Purge(seq, prefix, names, age_s), TASK_WAIT_S)
+        assert isinstance(reply, wire.PurgedReply), "the daemon answers Purge with PurgedReply"
+    if as_json:
+        click.echo(json.dumps({"dropped": reply.dropped, "problems": reply.problems}))
+    else:
+        parts = ", ".join(f"{name} {count}" for name, count in reply.dropped.items())
+        total = _blocks(sum(reply.dropped.values()))
+        click.echo(f"dropped {total}: {parts}" if parts else f"dropped {total}")
+    return _tell_problems(reply.problems)
 
 
-def _ask_user(client: Client, prefix: str) -> None:
-    """Say what would go, and stop unless the user agrees."""
+@contextlib.contextmanager
+def _waiting(text: str) -> Iterator[None]:
+    """Show on a terminal that the daemon is still at it; elsewhere show nothing."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"still waiting: {text}"):
+        yield
+
+
+def _tell_problems(problems: Sequence[str]) -> int:
+    """One line each on standard error; the exit code."""
+    for problem in problems:
+        click.echo("error: " + " ".join(problem.split()), err=True)
+    return 1 if problems else 0
+
+
+def _blocks(count: int) -> str:
+    return f"{count} block{'' if count == 1 else 's'}"
+
+
+def _stats_of(client: Client) -> dict[str, Any]:
     from tierkv.service import wire
 
     reply = client.ask(wire.Stats, ANSWER_WAIT_S)
     assert isinstance(reply, wire.StatsReply), "the daemon answers Stats with StatsReply"
-    spaces = json.loads(reply.body)["namespaces"]
-    hit = [space for space in spaces if space["namespace"].startswith(prefix)]
-    blocks = sum(space["blocks"] for space in hit)
-    question = f"Drop {blocks} blocks of {len(hit)} namespace{'' if len(hit) == 1 else 's'}?"
+    tree: dict[str, Any] = json.loads(reply.body)
+    return tree
+
+
+def _question(tree: dict[str, Any], prefix: str, names: Sequence[str], is_aged: bool) -> str:
+    """What would go, as far as the daemon knows; a tier does not tell how old its blocks are."""
+    parts = []
+    if not names or "dram" in names:
+        hit = [s for s in tree["namespaces"] if s["namespace"].startswith(prefix)]
+        bound = "at most " if is_aged else ""
+        spaces = f"{len(hit)} namespace{'' if len(hit) == 1 else 's'}"
+        parts.append(f"{bound}{_blocks(sum(s['blocks'] for s in hit))} of {spaces} in DRAM")
+    for tier in tree["tiers"]:
+        name, known = tier["tier"], tier["blocks_known"]
+        if names and name not in names:
+            continue
+        if tier["is_scanned"]:
+            bound = "at most " if is_aged or prefix else ""
+            parts.append(f"{bound}{_blocks(known)} in {name}")
+        else:
+            parts.append(f"an unknown number in {name} ({known} known)")
+    return f"Drop {', '.join(parts) or 'nothing'}?"
+
+
+def _ask_user(question: str) -> None:
+    """Stop unless the user agrees."""
     try:
         click.confirm(question, abort=True, err=True)
     except click.Abort:

@@ -8,20 +8,7 @@ from pathlib import Path
 
 import click
 
-from tierkv.cli.session import file_option, read_config, socket_option
-
-
-def _seconds(_context: click.Context, _option: click.Parameter, text: str | None) -> float | None:
-    from tierkv.units import parse_duration
-
-    if text is None:
-        return None
-    try:
-        value = parse_duration(text)
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r} {error}") from error
-    assert isinstance(value, float), "text gives a number of seconds"
-    return value
+from tierkv.cli.session import file_option, parse_seconds, read_config, socket_option
 
 
 @click.command()
@@ -30,7 +17,7 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str | None
 @click.option(
     "--linger",
     metavar="DURATION",
-    callback=_seconds,
+    callback=parse_seconds,
     help="End after this time without engines, for example 30s. Default: run until stopped.",
 )
 def serve(file: Path | None, socket: Path | None, linger: float | None) -> None:

@@ -47,6 +47,22 @@ def json_option(function: Function) -> Function:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
 
 
+def parse_seconds(
+    _context: click.Context, _option: click.Parameter, text: str | None
+) -> float | None:
+    """Callback of an option that takes a duration; the function gets seconds."""
+    from tierkv.units import parse_duration
+
+    if text is None:
+        return None
+    try:
+        value = parse_duration(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} {error}") from error
+    assert isinstance(value, float), "text gives a number of seconds"
+    return value
+
+
 def read_config(file: Path | None) -> TierKVConfig:
     """The configuration file, or the defaults; environment overrides applied.
 

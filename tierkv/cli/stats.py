@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tierkv.service.client import Client
 
 WATCH_PERIOD_S = 2.0
+UNINDEXED = ("object",)  # such a tier is asked block by block and never known whole
 
 _MISSES = {
     "miss_absent": "not stored",
@@ -37,6 +38,22 @@ _SKIPS = {
     "commit_failed": "copy failed",
     "commit_orphaned": "predecessor evicted",
 }
+_NOT_PROMOTED = {
+    "promote_no_room": "no room",
+    "promote_too_short": "too few tokens",
+    "promote_missing": "not there",
+    "promote_corrupt": "damaged",
+    "promote_failed": "read failed",
+    "promote_late": "too late",
+    "promote_orphaned": "predecessor gone",
+}
+_NOT_DEMOTED = {
+    "demote_full": "tier full",
+    "demote_failed": "write failed",
+    "writeback_shed": "evicted unwritten",
+    "backlog_shed": "backlog full",
+}
+_TITLES = {"dram": "DRAM"}  # others are shown by their key
 
 
 @click.command()
@@ -109,7 +126,8 @@ def render(tree: dict[str, Any]) -> Group:
     """The daemon's numbers as tables for people."""
     from rich.console import Group
 
-    return Group(_totals(tree), _tokens(tree), _namespaces(tree["namespaces"]))
+    tiers = [_tiers(tree["tiers"])] if tree["tiers"] else []
+    return Group(_totals(tree), *tiers, _tokens(tree), _namespaces(tree))
 
 
 def _table(*columns: str) -> Table:
@@ -129,20 +147,34 @@ def _reasons(counters: dict[str, int], names: dict[str, str]) -> str:
 
 
 def _totals(tree: dict[str, Any]) -> Table:
-    from tierkv.units import approximate_size
-
-    counters = tree["counters"]
-    share = tree["used"] / tree["capacity"] if tree["capacity"] else 0.0
-    grants = "" if tree["is_granting"] else " (no grants: an older engine still maps the pool)"
     table = _table("daemon", "")
     table.columns[1].justify = "left"
-    for name, text in (
+    traffic = _tier_traffic(tree["counters"]) if tree["tiers"] else []
+    for name, text in (*_contents(tree), *_traffic(tree["counters"]), *traffic):
+        table.add_row(name, text)
+    return table
+
+
+def _contents(tree: dict[str, Any]) -> list[tuple[str, str]]:
+    from tierkv.units import approximate_size
+
+    share = tree["used"] / tree["capacity"] if tree["capacity"] else 0.0
+    grants = "" if tree["is_granting"] else " (no grants: an older engine still maps the pool)"
+    dirty = f", {tree['dirty_blocks']:,} dirty" if tree["tiers"] else ""
+    return [
         ("pool", f"{tree['pool']}, generation {tree['generation']}{grants}"),
         ("capacity", approximate_size(tree["capacity"])),
         ("used", f"{approximate_size(tree['used'])} ({share:.1%})"),
-        ("blocks", f"{tree['blocks']:,}, {tree['pinned_blocks']:,} pinned"),
+        ("blocks", f"{tree['blocks']:,}, {tree['pinned_blocks']:,} pinned{dirty}"),
         ("sessions", f"{tree['sessions']:,}, {tree['engines']:,} engines known"),
         ("leases", f"{tree['leases']:,}"),
+    ]
+
+
+def _traffic(counters: dict[str, int]) -> list[tuple[str, str]]:
+    from tierkv.units import approximate_size
+
+    return [
         ("lookups", f"{counters['lookups']:,} for {counters['blocks_asked']:,} blocks"),
         ("blocks hit", f"{counters['blocks_hit']:,}"),
         ("blocks missed", _reasons(counters, _MISSES)),
@@ -154,33 +186,88 @@ def _totals(tree: dict[str, Any]) -> Table:
         ("repaired", f"{counters['abandoned']:,} abandoned, {counters['unknown_leases']:,} unknown "
                      f"leases, {counters['duplicate_messages']:,} duplicates, "
                      f"{counters['protocol_errors']:,} protocol errors"),
-    ):  # fmt: skip
-        table.add_row(name, text)
+    ]  # fmt: skip
+
+
+def _tier_traffic(counters: dict[str, int]) -> list[tuple[str, str]]:
+    """Between DRAM and the tiers below, all of them together."""
+    promoted, promoting = counters["blocks_promoted"], counters["blocks_promoting"]
+    demoted, demoting = counters["blocks_demoted"], counters["blocks_demoting"]
+    late, unknown = counters["late_operations"], counters["unknown_jobs"]
+    return [
+        ("blocks promoted", f"{promoted:,} of {promoting:,} begun"),
+        ("not promoted", _reasons(counters, _NOT_PROMOTED)),
+        ("blocks demoted", f"{demoted:,} of {demoting:,} begun"),
+        ("not demoted", _reasons(counters, _NOT_DEMOTED)),
+        ("tiers late", f"{late:,} operations, {unknown:,} unknown answers"),
+    ]
+
+
+def _tiers(tiers: list[dict[str, Any]]) -> Table:
+    """A column per tier, fastest first."""
+    table = _table("tier", *(tier["tier"] for tier in tiers))
+    for name, show in (
+        ("state", _state),
+        ("write policy", lambda tier: tier["write_policy"]),
+        ("blocks known", lambda tier: f"{tier['blocks_known']:,}"),
+        ("promoted", lambda tier: f"{tier['blocks_promoted']:,}"),
+        ("demoted", lambda tier: f"{tier['blocks_demoted']:,}"),
+        ("stored", _stored),
+        ("jobs", lambda tier: f"{tier['jobs']:,}"),
+        ("processes lost", lambda tier: f"{tier['process']:,}"),
+    ):
+        table.add_row(name, *(show(tier) for tier in tiers))
     return table
+
+
+def _state(tier: dict[str, Any]) -> str:
+    if not tier["is_up"]:
+        return "down"
+    parts = ["up"]
+    if tier["tier"] not in UNINDEXED:
+        parts.append("scanned" if tier["is_scanned"] else "scanning")
+    parts += [] if tier["is_reading"] else ["reading paused"]
+    parts += [] if tier["is_writing"] else ["writing paused"]
+    return ", ".join(parts)
+
+
+def _stored(tier: dict[str, Any]) -> str:
+    """Bytes by the store's own numbers, which it tells if it knows them."""
+    from tierkv.units import approximate_size
+
+    store = tier["store"]
+    if "bytes" not in store:
+        return "unknown"
+    share = f" of {approximate_size(store['capacity'])}" if store.get("capacity") else ""
+    return f"{approximate_size(store['bytes'])}{share}"
 
 
 def _tokens(tree: dict[str, Any]) -> Table:
-    table = _table("tokens by source", "device", "DRAM", "computed", "requests")
-    for name, key in (("last 1,000 requests", "tokens_recent"), ("since start", "tokens_total")):
-        part = tree[key]
-        cells = [
-            f"{part['tokens'][source]:,} ({part['ratio'][source]:.1%})"
-            for source in ("device", "dram", "computed")
-        ]
-        table.add_row(name, *cells, f"{part['requests']:,}")
+    """A row per source: device, DRAM, the tiers from above, computed."""
+    parts = {"last 1,000 requests": tree["tokens_recent"], "since start": tree["tokens_total"]}
+    table = _table("tokens by source", *parts)
+    for source in tree["tokens_total"]["tokens"]:
+        counts = [(part["tokens"][source], part["ratio"][source]) for part in parts.values()]
+        cells = [f"{count:,} ({ratio:.1%})" for count, ratio in counts]
+        table.add_row(_TITLES.get(source, source), *cells)
+    table.add_row("requests", *(f"{part['requests']:,}" for part in parts.values()))
     return table
 
 
-def _namespaces(spaces: list[dict[str, Any]]) -> Table:
+def _namespaces(tree: dict[str, Any]) -> Table:
     from tierkv.units import approximate_size
 
-    table = _table("namespace", "label", "slot", "blocks", "slots", "extents", "pinned")
-    for space in spaces:
+    numbers = {"blocks": "blocks", "slots": "slots", "extents": "extents"}
+    numbers["pinned"] = "pinned_blocks"
+    if tree["tiers"]:
+        numbers["dirty"] = "dirty_blocks"
+    table = _table("namespace", "label", "slot", *numbers)
+    for space in tree["namespaces"]:
         label = space["label"] + (" (private)" if space["is_private"] else "")
         table.add_row(
             space["namespace"][:12],
             label,
             approximate_size(space["slot_bytes"]),
-            *(f"{space[name]:,}" for name in ("blocks", "slots", "extents", "pinned_blocks")),
+            *(f"{space[key]:,}" for key in numbers.values()),
         )
     return table

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from tierkv.bench.demo.child import Engine
+from tierkv.bench.demo.node import SOURCES, DemoNode
 from tierkv.bench.demo.workload import (
+    BLOCK_TOKENS,
     CONVERSATIONS,
     TURNS,
     converse,
+    hits_since,
     negative_control,
     options_of,
     summarise,
@@ -22,15 +25,22 @@ from tierkv.bench.demo.workload import (
 )
 from tierkv.bench.tiny_models import make_model
 
+RESTART_WAIT_S = 60.0
+
 
 def run_modes(model: Path, run: Path) -> dict[str, Any]:
-    """All modes, one after the other, and the negative control."""
+    """All modes, one after the other, and the negative controls."""
     log = run / "engines.log"
-    tree = tierkv_tree(run)
+    tree, node = tierkv_tree(run), DemoNode(run)
     modes: dict[str, Any] = {}
 
     def tell(name: str) -> None:
-        print(f"[{len(modes) + 1}/5] {name} ...", file=sys.stderr, flush=True)
+        print(f"[{len(modes) + 1}/6] {name} ...", file=sys.stderr, flush=True)
+
+    def measure(engine: Engine) -> dict[str, Any]:
+        before = node.tokens()
+        results = converse(engine)
+        return summarise(results, reference, hits_since(node, before, len(results)))
 
     tell("no_cache: prefix caching off")
     engine = Engine(options_of(model, None, False), log)
@@ -45,22 +55,41 @@ def run_modes(model: Path, run: Path) -> dict[str, Any]:
 
     tell("dram: with TierKV, daemon started by the engine")
     engine = Engine(options_of(model, tree, True), log)
-    modes["dram"] = summarise(converse(engine), reference)
+    modes["dram"] = measure(engine)
 
     tell("dram_after_engine_restart: the engine is killed with SIGKILL, the daemon lives")
     engine.kill()
     engine = Engine(options_of(model, tree, True), log)
-    modes["dram_after_engine_restart"] = summarise(converse(engine), reference)
+    modes["dram_after_engine_restart"] = measure(engine)
 
     tell("second_engine: another engine beside it, which never computed these tokens")
     second = Engine(options_of(model, tree, True), log)
-    modes["second_engine"] = summarise(converse(second), reference)
+    modes["second_engine"] = measure(second)
     second.stop()
 
-    print("negative control: one block in the pool is overwritten ...", file=sys.stderr, flush=True)
-    control = negative_control(engine, run, reference[-1])
+    tell("ssd_after_daemon_restart: the daemon is killed with SIGKILL, the engine starts another")
+    node.wait_written()
+    node.kill_daemon()
+    restart_daemon(engine, node)
+    engine.reset_device_cache()
+    modes["ssd_after_daemon_restart"] = measure(engine)
+
+    print(
+        "negative controls: one block in the pool, then one file ...", file=sys.stderr, flush=True
+    )
+    controls = {tier: negative_control(engine, node, reference[-1], tier) for tier in SOURCES}
     engine.stop()
-    return {"modes": modes, "negative_control": {"dram": control}}
+    return {"modes": modes, "negative_control": controls}
+
+
+def restart_daemon(engine: Engine, node: DemoNode) -> None:
+    """Let the engine notice that its daemon is gone; an engine looks when it works."""
+    end = time.monotonic() + RESTART_WAIT_S
+    while not node.socket.exists() or not node.is_serving():
+        if time.monotonic() > end:
+            raise SystemExit(f"no daemon came back within {RESTART_WAIT_S:.0f} s")
+        engine.generate([1] * BLOCK_TOKENS, 1)
+    engine.generate([1] * BLOCK_TOKENS, 1)
 
 
 def print_table(result: dict[str, Any]) -> None:
@@ -69,32 +98,39 @@ def print_table(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title=f"{CONVERSATIONS} conversations, {TURNS} turns, vLLM on CPU")
-    for name in ("mode", "computed", "from device", "from DRAM", "TTFT p50 ms", "outputs equal"):
+    for name in ("mode", "computed", "from device", "from DRAM", "from SSD", "TTFT p50 ms",
+                 "outputs equal"):  # fmt: skip
         table.add_column(name, justify="left" if name == "mode" else "right")
     for name, row in result["modes"].items():
         hits = row["hit_tokens"]
         table.add_row(
             name, str(row["computed_tokens"]), str(hits["device"]), str(hits["dram"]),
-            f"{row['ttft_ms_p50']:.1f}", "yes" if row["outputs_equal"] else "NO",
+            str(hits["fs"]), f"{row['ttft_ms_p50']:.1f}", "yes" if row["outputs_equal"] else "NO",
         )  # fmt: skip
-    Console().print(table)
-    control = result["negative_control"]["dram"]
-    changed = "changed" if control["output_changed"] else "DID NOT CHANGE"
-    print(f"negative control: one block overwritten in the pool, the output {changed}")
+    Console(width=112).print(table)
+    for tier, control in result["negative_control"].items():
+        changed = "changed" if control["output_changed"] else "DID NOT CHANGE"
+        where = "in the pool" if tier == "dram" else "on the SSD, with a valid frame"
+        print(f"negative control: one block overwritten {where}, the output {changed}")
 
 
 def verdict(result: dict[str, Any]) -> list[str]:
     """What is wrong with the figures; empty if nothing."""
     modes = result["modes"]
     wrong = [f"{name}: outputs differ" for name, row in modes.items() if not row["outputs_equal"]]
-    for name in ("dram", "dram_after_engine_restart", "second_engine"):
+    for name, tier in (
+        ("dram", "dram"),
+        ("dram_after_engine_restart", "dram"),
+        ("second_engine", "dram"),
+        ("ssd_after_daemon_restart", "fs"),
+    ):
         if modes[name]["computed_tokens"] >= modes["device_only"]["computed_tokens"]:
             wrong.append(f"{name}: computes no less than device_only")
-        if modes[name]["hit_tokens"]["dram"] <= 0:
-            wrong.append(f"{name}: no hits from DRAM")
-    control = result["negative_control"]["dram"]
-    if not (control["output_changed"] and control["equal_before"] and control["hit_tokens"] > 0):
-        wrong.append("the negative control proves nothing")
+        if modes[name]["hit_tokens"][tier] <= 0:
+            wrong.append(f"{name}: no hits from {tier}")
+    for tier, control in result["negative_control"].items():
+        if not (control["output_changed"] and control["equal_before"] and control["hit_tokens"]):
+            wrong.append(f"the negative control of {tier} proves nothing")
     return wrong
 
 
@@ -107,8 +143,11 @@ def main() -> int:
     start = time.monotonic()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     model = make_model(arguments.models / "gqa-0.2").resolve()
-    with tempfile.TemporaryDirectory(prefix="tierkv-demo-") as folder:
-        result = run_modes(model, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="tierkv-demo-", ignore_cleanup_errors=True) as folder:
+        try:
+            result = run_modes(model, Path(folder))
+        finally:
+            DemoNode(Path(folder)).stop_daemon()
     result["seconds"] = round(time.monotonic() - start, 1)
     arguments.output.write_text(json.dumps(result, indent=2) + "\n")
     print_table(result)

@@ -83,12 +83,12 @@ def _finish_stores(engine: Any) -> None:
 
 def cached_by_source(llm: Any) -> dict[str, int]:
     """Prompt tokens so far that came from the device's cache and from the connector."""
-    found = {"device": 0, "dram": 0}
+    found = {"device": 0, "external": 0}
     for metric in llm.get_metrics():
         if metric.name == "vllm:prefix_cache_hits":
             found["device"] += int(metric.value)
         elif metric.name == "vllm:external_prefix_cache_hits":
-            found["dram"] += int(metric.value)
+            found["external"] += int(metric.value)
     return found
 
 

@@ -1,21 +1,15 @@
-"""The demonstration's workload, its engines' options, and its negative control."""
+"""The demonstration's workload, its engines' options, and its negative controls."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import statistics
 from pathlib import Path
 from typing import Any
 
 from tierkv.bench.demo.child import Engine
+from tierkv.bench.demo.node import SOURCES, DemoNode
 from tierkv.bench.tiny_models import VOCABULARY
-from tierkv.hashing import block_key
-from tierkv.pool import attach_pool
-from tierkv.service import wire
-from tierkv.service.client import Attachment, Client
-from tierkv.types import FRAME_BYTES, EngineId, NamespaceId
 
 CONVERSATIONS = 6
 TURNS = 3
@@ -51,11 +45,17 @@ def options_of(model: Path, tierkv: dict[str, Any] | None, prefix_caching: bool)
 
 
 def tierkv_tree(run: Path) -> dict[str, Any]:
-    """TierKV's configuration for the demonstration: a small pool, an embedded daemon."""
+    """TierKV's configuration here: a small pool, an SSD tier, an embedded daemon."""
     return {
         "node": {
             "dram": {"capacity": "96MiB", "extent_unit": "8MiB"},
-            "service": {"socket": str(run / "daemon.sock"), "linger": "30s"},
+            "tiers": [{"type": "fs", "path": str(run / "ssd"), "capacity": "256MiB"}],
+            "write_policy": "write_through",
+            "service": {
+                "socket": str(run / "daemon.sock"),
+                "linger": "30s",
+                "quarantine_min": "1s",
+            },
         },
         "engine": {"swap_in_threshold": 64, "request_deadline": "2s", "block_tokens": BLOCK_TOKENS},
     }
@@ -89,11 +89,21 @@ def differs_by(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> float:
 
 
 def summarise(
-    results: list[dict[str, Any]], reference: list[dict[str, Any]] | None
+    results: list[dict[str, Any]],
+    reference: list[dict[str, Any]] | None,
+    tiers: dict[str, int] | None = None,
 ) -> dict[str, Any]:
-    """One row of the table."""
+    """One row of the table.
+
+    Args:
+        tiers: tokens by tier as the daemon counted them.
+    """
     prompts = sum(len(r["prompt"]) for r in results)
-    hits = {name: sum(r["hits"][name] for r in results) for name in ("device", "dram")}
+    hits = {"device": sum(r["hits"]["device"] for r in results)}
+    hits |= tiers if tiers is not None else dict.fromkeys(SOURCES, 0)
+    external = sum(r["hits"]["external"] for r in results)
+    if external != sum(hits[name] for name in SOURCES):
+        raise SystemExit(f"vLLM counts {external} loaded tokens, the daemon {tiers}")
     cached = sum(r["cached"] for r in results)
     return {
         "computed_tokens": prompts - cached,
@@ -104,44 +114,40 @@ def summarise(
     }
 
 
-def damage_block(run: Path, prefix: list[str]) -> bool:
-    """Overwrite the payload of a prefix's last block in the mapped pool file."""
-    socket = run / "daemon.sock"
-    client = Client(socket, EngineId(f"demo{os.getpid()}"), deadline_s=5.0)
-    client.connect(10.0)
-    reply = client.ask(wire.Stats, 5.0)
-    assert isinstance(reply, wire.StatsReply), "Stats is answered by StatsReply"
-    stats = json.loads(reply.body)
-    space = max(stats["namespaces"], key=lambda s: int(s["blocks"]))
-    namespace = NamespaceId(bytes.fromhex(space["namespace"]))
-    client.attach(Attachment(namespace, space["slot_bytes"], "demo", False))
-    client.wait_attached(namespace, 5.0)
-    keys = [block_key(bytes.fromhex(block_hash)) for block_hash in prefix]
-    answer = client.lookup(namespace, keys)
-    if answer is None or len(answer.offsets) < len(prefix):
-        return False
-    pool = attach_pool(Path(stats["pool"]))
-    start = int(answer.offsets[-1]) + FRAME_BYTES
-    end = int(answer.offsets[-1]) + space["slot_bytes"]
-    pool.bytes[start:end] = pool.bytes[start:end][::-1].copy()
-    client.release([answer.lease])
-    client.close()
-    return True
+def negative_control(
+    engine: Engine, node: DemoNode, reference: dict[str, Any], tier: str
+) -> dict[str, Any]:
+    """Damage one block that the next request loads from a tier; its output has to change."""
 
+    def again() -> tuple[dict[str, Any], int]:
+        """The request once more, with an empty device, and what the tier gave to it."""
+        if tier != "dram":
+            node.wait_written()
+            node.forget_dram()
+        engine.reset_device_cache()
+        before = node.tokens()
+        result = engine.generate(reference["prompt"], ANSWER_TOKENS)
+        return result, hits_since(node, before, 1)[tier]
 
-def negative_control(engine: Engine, run: Path, reference: dict[str, Any]) -> dict[str, Any]:
-    """Damage one block that the next request loads; its output has to change."""
-    engine.reset_device_cache()
-    before = engine.generate(reference["prompt"], ANSWER_TOKENS)
-    before_difference = differs_by([before], [reference])
-    is_damaged = damage_block(run, before["hashes"][:2])
-    engine.reset_device_cache()
-    after = engine.generate(reference["prompt"], ANSWER_TOKENS)
+    before, _ = again()
+    damage = node.damage_in_dram if tier == "dram" else node.damage_on_ssd
+    is_damaged = damage(before["hashes"][:2])
+    after, hits = again()
     difference = differs_by([after], [reference])
     return {
         "block_damaged": is_damaged,
-        "equal_before": before_difference <= LOGPROB_TOLERANCE,
-        "hit_tokens": after["hits"]["dram"],
+        "equal_before": differs_by([before], [reference]) <= LOGPROB_TOLERANCE,
+        "hit_tokens": hits,
         "logprob_difference": difference if difference != float("inf") else "tokens differ",
         "output_changed": difference > LOGPROB_TOLERANCE * CONTROL_FACTOR,
     }
+
+
+def hits_since(node: DemoNode, before: dict[str, int], requests: int) -> dict[str, int]:
+    """Tokens by tier that requests got since then; waits until all of them are counted."""
+    node.wait(
+        lambda s: s["tokens_total"]["requests"] - before["requests"] >= requests,
+        "the daemon to count the requests",
+    )
+    after = node.tokens()
+    return {name: after[name] - before[name] for name in SOURCES}

@@ -111,6 +111,10 @@ class Index:
         """Whether so many bytes more stay within the capacity."""
         return self.bytes + self.unknown_bytes + size <= self.capacity
 
+    def may_ever_fit(self, size: int) -> bool:
+        """Whether evicting could make room, so that nothing is evicted in vain."""
+        return self.stuck_bytes + size <= self.capacity
+
     def keys(self, namespace: NamespaceId | None) -> list[tuple[NamespaceId, list[BlockKey]]]:
         """A copy of the keys of one namespace or of all."""
         wanted = list(self._rows) if namespace is None else [namespace]

@@ -26,7 +26,7 @@ from tierkv.types import NamespaceId
 
 _ENTRIES_AT_ONCE_MAX = 100  # names that are held while their files are looked at
 _DIFFERENCES_MAX = 100
-_MEASURED_MAX = 20_000  # entries; beyond it the rest is estimated
+MEASURED_MAX = 20_000  # entries; beyond it the rest is estimated
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Scan:
         return False
 
 
-def measure(layout: Layout) -> int:
+def measure(layout: Layout, entries_max: int = MEASURED_MAX) -> int:
     """Bytes of the blocks in a directory, estimated from a part if they are many. Blocks."""
     folders = []
     for space in _names(layout):
@@ -157,7 +157,7 @@ def measure(layout: Layout) -> int:
     folders.sort()  # all namespaces side by side, so that a part of the list stands for all
     found = entries = visited = 0
     for part, space in folders:
-        if entries >= _MEASURED_MAX:
+        if entries >= entries_max:
             break
         visited += 1
         for batch in _list(layout, space, part):

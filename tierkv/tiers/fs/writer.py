@@ -35,7 +35,8 @@ class _Job:
 
     Attributes:
         taken: bytes of a new file that `Space` was told of.
-        is_left: the temporary file could not be removed.
+        is_made: the temporary file is there.
+        is_left: it could not be removed.
     """
 
     name: BlockName
@@ -43,6 +44,7 @@ class _Job:
     row: int
     temporary: str
     taken: int | None = None
+    is_made: bool = False
     is_left: bool = False
 
 
@@ -90,7 +92,7 @@ class Writer:
                 if row is not None and index.is_readable(row) and index.size(row) == size:
                     index.use(row, self._store.clock(), math.inf)
                     return Outcome.OK, None
-                if len(index.changes) >= CHANGES_MAX:
+                if len(index.changes) >= CHANGES_MAX or not index.may_ever_fit(size):
                     return Outcome.FULL, None
                 if row is None:
                     return Outcome.OK, index.begin_write(name)
@@ -175,10 +177,13 @@ class Writer:
                     self._store.space.take(size)
                     job.taken = size
             if victim is None:
-                return os.open(job.temporary, _NEW, 0o600, dir_fd=folder)
-            file = self._take_over(job, victim, folder) if may_recycle else None
-            if file is not None:
+                file = os.open(job.temporary, _NEW, 0o600, dir_fd=folder)
+                job.is_made = True
                 return file
+            recycled = self._take_over(job, victim, folder) if may_recycle else None
+            if recycled is not None:
+                job.is_made = True
+                return recycled
             is_full = not self._store.evict(victim) and is_full
         return None
 
@@ -240,10 +245,12 @@ class Writer:
 
     def _undo(self, job: _Job, folder: int) -> None:
         """Remove the temporary file and give back its bytes."""
-        try:
-            os.unlink(job.temporary, dir_fd=folder)
-        except OSError as error:
-            job.is_left = error.errno not in GONE
+        if job.is_made:
+            job.is_made = False
+            try:
+                os.unlink(job.temporary, dir_fd=folder)
+            except OSError as error:
+                job.is_left = error.errno not in GONE
         with self._store.books() as index:
             self._settle(job)
             self._store.space.forget()
