@@ -44,6 +44,7 @@ FLOORS = {
     "tierkv.sizing": 1,
     "tierkv.tiers": 2,
     "tierkv.tiers.base": 1,
+    "tierkv.tiers.frame": 1,
     "tierkv.service.io_process": 2,
     "tierkv.service.io_wire": 2,
     "tierkv.service.connection": 2,
@@ -306,7 +307,10 @@ MANY_NAMES = {
     "tierkv.service.wire",  # one class per message
     "tierkv.units",  # parse and format per unit
     "tierkv.pool",  # the file, its locks and those who take them rest on the same few lines
-    "tierkv.config",  # one class per group of keys
+    "tierkv.config.models",  # one class per group of keys
+    "tierkv.config.load",  # files, trees and keys of one configuration
+    "tierkv.core.values",  # the values that cross the core's border
+    "tierkv.service.io_wire",  # one class per message
 }
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -349,13 +353,16 @@ def is_documented_elsewhere(method: Definition, owner: ast.ClassDef) -> bool:
     return any(ast.unparse(base).startswith(("KVConnector", "click.")) for base in owner.bases)
 
 
+MESSAGES = ("tierkv.service.wire", "tierkv.service.io_wire")
+
+
 def undocumented(name: str) -> Iterator[str]:
     tree = tree_of(name)
     if not ast.get_docstring(tree):
         yield f"{here(name, 1)} module {name}"
     for node in public_of(tree.body):
         # A message is its fields; their names say all there is, and some have more to say.
-        is_message = name == "tierkv.service.wire" and isinstance(node, ast.ClassDef)
+        is_message = name in MESSAGES and isinstance(node, ast.ClassDef)
         if not ast.get_docstring(node) and not is_message:
             yield f"{here(name, node)} {node.name}"
         if not isinstance(node, ast.ClassDef):
