@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import typing
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
+from tests.processes import wait_for
 from tierkv import ConfigError, __version__
 from tierkv.bench.rpc import make_keys
-from tierkv.cli import session
+from tierkv.cli import administer, session, stats
 from tierkv.cli.main import main
-from tierkv.config import from_extra_config, load_config
+from tierkv.config import TierConfig, from_extra_config, load_config
 from tierkv.hashing import digest_of
+from tierkv.service import wire
 from tierkv.service.client import Attachment, Client
 from tierkv.sizing import read_memory_facts, resolve_capacity
 from tierkv.types import EngineId
@@ -95,10 +101,11 @@ def call_process(*arguments: object, text: str = "") -> Result:
     return Result(ended.returncode, ended.stdout, ended.stderr)
 
 
-def write_config(folder: Path, **dram: object) -> Path:
+def write_config(folder: Path, tiers: Sequence[dict] = (), **dram: object) -> Path:
     tree = {
         "node": {
             "dram": {"capacity": "4MiB", "directory": str(folder), "extent_unit": "1MiB", **dram},
+            "tiers": list(tiers),
             "service": {"socket": str(folder / "d.sock"), "quarantine_min": "0s"},
         }
     }
@@ -175,6 +182,66 @@ def stocked(daemon) -> Iterator[Node]:
         client.release([answer.lease])
         client.say_outcome(device=100, tiers=[300], computed=600)
         yield daemon
+
+
+def numbers(node: Node) -> dict:
+    """What the daemon counts now."""
+    with session.admin_client(node.socket) as client:
+        return ask_numbers(client)
+
+
+def ask_numbers(client: Client) -> dict:
+    reply = client.ask(wire.Stats, WAIT_S)
+    assert isinstance(reply, wire.StatsReply)
+    return json.loads(reply.body)
+
+
+def tier_named(tree: dict, name: str) -> dict:
+    [tier] = [tier for tier in tree["tiers"] if tier["tier"] == name]
+    return tier
+
+
+def wait_numbers(node: Node, is_reached: Callable[[dict], bool], what: str) -> None:
+    """Look in one session, for a daemon logs every session and nobody reads its log here."""
+    with session.admin_client(node.socket) as client:
+        wait_for(lambda: is_reached(ask_numbers(client)), client, what=what)
+
+
+def wait_known(node: Node, **blocks: int) -> None:
+    """Wait until every tier is known whole and holds so many blocks."""
+
+    def is_known(tree: dict) -> bool:
+        known = {t["tier"]: t["blocks_known"] for t in tree["tiers"] if t["is_scanned"]}
+        return known == blocks
+
+    wait_numbers(node, is_known, f"tiers that hold {blocks}")
+
+
+@contextmanager
+def serving_tiers(node: Node, folder: Path) -> Iterator[None]:
+    """A daemon over a tier in memory and one in the folder, which writes through."""
+    memory = {"type": "memory", "capacity": "1MiB", "write_policy": "write_through"}
+    fs = {"type": "fs", "path": str(folder), "capacity": "64MiB", "write_policy": "write_through"}
+    write_config(node.folder, [memory, fs])
+    with serving([*COMMAND, "serve", "--config", str(node.config)]):
+        yield
+
+
+def stock_tiers(node: Node) -> None:
+    """Store 8 blocks in one namespace and 3 in another, in DRAM and in both tiers."""
+    wait_known(node, memory=0, fs=0)
+    with engine_of(node, SPACE, OTHER_SPACE) as client:
+        store(client, SPACE, "a", 8)
+        store(client, OTHER_SPACE, "b", 3)
+        wait_known(node, memory=11, fs=11)
+
+
+@pytest.fixture
+def tiered(node, tmp_path) -> Iterator[Node]:
+    """A daemon with 11 blocks in DRAM and in each of two tiers; see `stock_tiers`."""
+    with serving_tiers(node, tmp_path):
+        stock_tiers(node)
+        yield node
 
 
 # ---- the command itself ------------------------------------------------------------------------
@@ -255,6 +322,8 @@ def test_version_is_printed(call):
         ("purge", "--namespace or --all"),
         ("purge --all --namespace ab", "--namespace or --all"),
         ("purge --namespace xyz", "hexadecimal"),
+        ("purge --all --tier dramm", "--tier"),
+        ("purge --all --older-than soon", "is no duration"),
         ("vllm-config", "--dram SIZE or --config FILE"),
         ("vllm-config --dram 1GiB --config x.yaml", "--dram"),
         ("vllm-config --dram 1GiB --threshold -1", "--threshold"),
@@ -459,8 +528,10 @@ def test_stats_as_a_table_names_every_number(stocked, call):
     assert "0, 0 purged" in rows["evicted"]
     for name in ("sessions", "leases", "lookups", "blocks hit", "blocks stored", "not stored"):
         assert name in rows
-    assert "300 (30.0%)" in rows["last 1,000 requests"]
-    assert "300 (30.0%)" in rows["since start"]
+    assert rows["device"].count("100 (10.0%)") == 2
+    assert rows["DRAM"].count("300 (30.0%)") == 2
+    assert rows["computed"].count("600 (60.0%)") == 2
+    assert rows["requests"].split()[1:] == ["1", "1"]
     assert "model 0" in rows[SPACE.hex()[:12]]
     assert "model 1" in rows[OTHER_SPACE.hex()[:12]]
 
@@ -504,7 +575,8 @@ def test_a_stopped_daemon_is_told_from_an_absent_one(node, call, monkeypatch):
 
 def test_check_tells_how_many_blocks_it_checked(stocked, call):
     assert call("check", "--socket", stocked.socket).out == "ok: 11 blocks\n"
-    assert json.loads(call("check", "--socket", stocked.socket, "--json").out) == {"blocks": 11}
+    told = json.loads(call("check", "--socket", stocked.socket, "--json").out)
+    assert told == {"blocks": 11, "problems": []}
 
 
 _WRONG_BOOKS = """
@@ -538,7 +610,7 @@ def test_check_fails_when_the_books_are_wrong(node, call):
 
 def test_purge_of_one_namespace_leaves_the_others(stocked, call):
     result = call("purge", "--namespace", SPACE.hex()[:8], "--yes", "--socket", stocked.socket)
-    assert result.out == "dropped 8 blocks\n"
+    assert result.out == "dropped 8 blocks: dram 8\n"
     tree = json.loads(call("stats", "--socket", stocked.socket, "--json").out)
     assert tree["blocks"] == 3
     assert tree["counters"]["purged"] == 8
@@ -546,7 +618,7 @@ def test_purge_of_one_namespace_leaves_the_others(stocked, call):
 
 def test_purge_of_all_drops_everything(stocked, call):
     result = call("purge", "--all", "--yes", "--json", "--socket", stocked.socket)
-    assert json.loads(result.out) == {"dropped": 11}
+    assert json.loads(result.out) == {"dropped": {"dram": 11}, "problems": []}
     assert call("check", "--socket", stocked.socket).out == "ok: 0 blocks\n"
 
 
@@ -560,12 +632,211 @@ def test_purge_of_an_unknown_namespace_is_an_error(stocked, call):
 def test_purge_asks_before_it_drops(stocked):
     refused = call_process("purge", "--all", "--socket", stocked.socket, text="n\n")
     assert refused.code == 1
-    assert "Drop 11 blocks of 2 namespaces?" in refused.err
+    assert "Drop 11 blocks of 2 namespaces in DRAM?" in refused.err
     assert refused.err.splitlines()[-1].startswith("error: nothing was dropped")
     unanswered = call_process("purge", "--all", "--socket", stocked.socket)
     assert unanswered.code == 1
     agreed = call_process("purge", "--all", "--socket", stocked.socket, text="y\n")
-    assert agreed.out == "dropped 11 blocks\n"
+    assert agreed.out == "dropped 11 blocks: dram 11\n"
+
+
+# ---- tiers -------------------------------------------------------------------------------------
+
+
+def test_purge_knows_every_type_of_tier_that_can_be_configured():
+    types = typing.get_args(TierConfig.model_fields["type"].annotation)
+    assert sorted(administer.TIERS) == sorted({"dram", *types} - {"mooncake"})
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """The cells of a table by the first of their row."""
+    rows = [re.split(r"  +", line.strip()) for line in text.splitlines()]
+    return {first: cells for first, *cells in rows}
+
+
+def test_stats_show_a_column_per_tier(tiered, call):
+    told = 11 * SLOT_BYTES
+    wait_numbers(
+        tiered,
+        lambda tree: all(tier["store"].get("bytes") == told for tier in tree["tiers"]),
+        "the stores' own numbers",
+    )
+    rows = rows_of(call("stats", "--socket", tiered.socket).out)
+    assert rows["tier"] == ["memory", "fs"]
+    assert rows["state"] == ["up, scanned", "up, scanned"]
+    assert rows["write policy"] == ["write_through", "write_through"]
+    assert rows["blocks known"] == ["11", "11"]
+    assert rows["promoted"] == ["0", "0"]
+    assert rows["demoted"] == ["11", "11"]
+    assert rows["stored"] == ["88.0 KiB", "88.0 KiB of 64.0 MiB"]
+    assert rows["jobs"] == ["0", "0"]
+    assert rows["processes lost"] == ["0", "0"]
+    assert rows["blocks"] == ["11, 0 pinned, 0 dirty"]
+    assert rows["blocks promoted"] == ["0 of 0 begun"]
+    assert rows["blocks demoted"] == ["22 of 22 begun"]
+    assert rows["not promoted"] == ["none"]
+    assert rows["not demoted"] == ["none"]
+    assert rows["namespace"][-1] == "dirty"
+
+
+def test_stats_tell_which_tier_the_tokens_came_from(tiered):
+    with engine_of(tiered, SPACE) as client:
+        client.say_outcome(device=0, tiers=[300, 100, 200], computed=400)
+        wait_numbers(tiered, lambda tree: tree["tokens_total"]["requests"] == 1, "the outcome")
+    rows = list(rows_of(text_of(stats.render(numbers(tiered)))).items())
+    first = [name for name, _ in rows].index("tokens by source")
+    assert rows[first][1] == ["last 1,000 requests", "since start"]
+    assert rows[first + 2 : first + 8] == [
+        ("device", ["0 (0.0%)"] * 2),
+        ("DRAM", ["300 (30.0%)"] * 2),
+        ("memory", ["100 (10.0%)"] * 2),
+        ("fs", ["200 (20.0%)"] * 2),
+        ("computed", ["400 (40.0%)"] * 2),
+        ("requests", ["1"] * 2),
+    ]
+
+
+def test_stats_tell_why_blocks_did_not_move_between_tiers(tiered):
+    """Every counter of the tiers stands somewhere in the table, with its value."""
+    tree = numbers(tiered)
+    names = [name for name in tree["counters"] if name.startswith(("promote_", "demote_"))]
+    names += ["writeback_shed", "backlog_shed", "late_operations", "unknown_jobs"]
+    for number, name in enumerate(names):
+        tree["counters"][name] = 7_000 + number
+    text = text_of(stats.render(tree))
+    assert [name for number, name in enumerate(names) if f"{7_000 + number:,}" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"is_up": False, "is_scanned": False}, "down"),
+        ({"is_scanned": False}, "up, scanning"),
+        ({"is_reading": False}, "up, scanned, reading paused"),
+        ({"is_writing": False}, "up, scanned, writing paused"),
+        ({"tier": "object", "is_scanned": False}, "up"),
+    ],
+)
+def test_stats_tell_the_state_of_a_tier(tiered, change, expected):
+    tree = numbers(tiered)
+    tree["tiers"] = [tier_named(tree, "fs") | change]
+    assert rows_of(text_of(stats.render(tree)))["state"] == [expected]
+
+
+def test_stats_without_tiers_do_not_speak_of_them(stocked, call):
+    out = call("stats", "--socket", stocked.socket).out
+    for word in ("tier ", "promoted", "demoted", "dirty"):
+        assert word not in out
+
+
+def text_of(table: object) -> str:
+    """What a wide terminal shows."""
+    console = Console(width=200, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_check_audits_dram_and_the_tiers(tiered, call):
+    assert call("check", "--socket", tiered.socket).out == "ok: 11 blocks\n"
+
+
+def test_check_tells_what_is_wrong_in_a_tier(tiered, call, tmp_path):
+    """A file that is gone is a difference between the tier's books and its store."""
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name[0] != "."]
+    assert len(files) == 11
+    files[0].unlink()
+    result = call("check", "--socket", tiered.socket)
+    assert result.code == 1
+    assert result.out == ""
+    problems = [line.removeprefix("error: ") for line in result.err.splitlines()]
+    assert problems
+    result = call("check", "--socket", tiered.socket, "--json")
+    assert result.code == 1
+    assert json.loads(result.out) == {"blocks": 11, "problems": problems}
+
+
+def test_purge_drops_blocks_in_dram_and_in_every_tier(tiered, call):
+    result = call("purge", "--namespace", SPACE.hex()[:8], "--yes", "--socket", tiered.socket)
+    assert result.code == 0
+    assert result.err == ""
+    [line] = result.out.splitlines()
+    total, parts = line.split(": ")
+    assert total == "dropped 24 blocks"
+    assert sorted(parts.split(", ")) == ["dram 8", "fs 8", "memory 8"]
+    tree = numbers(tiered)
+    assert [tier["blocks_known"] for tier in tree["tiers"]] == [3, 3]
+    assert call("check", "--socket", tiered.socket).out == "ok: 3 blocks\n"
+
+
+def test_purge_of_named_tiers_leaves_the_others(tiered, call):
+    result = call(
+        "purge", "--all", "--tier", "fs", "--tier", "dram", "--tier", "fs", "--yes", "--json",
+        "--socket", tiered.socket,
+    )  # fmt: skip
+    assert json.loads(result.out) == {"dropped": {"dram": 11, "fs": 11}, "problems": []}
+    assert [tier["blocks_known"] for tier in numbers(tiered)["tiers"]] == [11, 0]
+
+
+def test_purge_reaches_a_namespace_that_only_a_tier_knows(node, tmp_path, call):
+    with serving_tiers(node, tmp_path):
+        stock_tiers(node)
+    with serving_tiers(node, tmp_path):
+        wait_known(node, memory=0, fs=11)
+        assert numbers(node)["namespaces"] == []
+        purge = ("purge", "--namespace", SPACE.hex()[:8], "--socket", node.socket)
+        refused = call_process(*purge, text="n\n")
+        question = "0 blocks of 0 namespaces in DRAM, at most 0 blocks in memory, at most 11 blocks"
+        assert f"Drop {question} in fs?" in refused.err
+        told = json.loads(call(*purge, "--yes", "--json").out)
+        assert told == {"dropped": {"dram": 0, "memory": 0, "fs": 8}, "problems": []}
+        assert tier_named(numbers(node), "fs")["blocks_known"] == 3
+
+
+def test_purge_of_old_blocks_leaves_those_used_since(tiered, call):
+    purge = ("purge", "--all", "--yes", "--json", "--socket", tiered.socket, "--older-than")
+    nothing = {"dram": 0, "memory": 0, "fs": 0}
+    assert json.loads(call(*purge, "12h").out) == {"dropped": nothing, "problems": []}
+    everything = {"dram": 11, "memory": 11, "fs": 11}
+    assert json.loads(call(*purge, "1ms").out) == {"dropped": everything, "problems": []}
+
+
+def test_purge_of_a_tier_that_is_not_configured_is_an_error(tiered, call):
+    result = call("purge", "--all", "--tier", "object", "--yes", "--socket", tiered.socket)
+    assert result.code == 1
+    assert result.error == "no tier is named object; there are dram, memory, fs"
+
+
+@pytest.mark.parametrize(
+    ("options", "question"),
+    [
+        ("--all", "11 blocks of 2 namespaces in DRAM, 11 blocks in memory, 11 blocks in fs"),
+        ("--all --tier fs", "11 blocks in fs"),
+        ("--all --tier dram --older-than 12h", "at most 11 blocks of 2 namespaces in DRAM"),
+        ("--all --tier fs --older-than 12h", "at most 11 blocks in fs"),
+        ("--namespace {} --tier dram --tier fs",
+         "8 blocks of 1 namespace in DRAM, at most 11 blocks in fs"),
+    ],
+)  # fmt: skip
+def test_purge_asks_about_every_tier_that_it_touches(tiered, options, question):
+    words = options.format(SPACE.hex()).split()
+    refused = call_process("purge", *words, "--socket", tiered.socket, text="n\n")
+    assert refused.code == 1
+    assert f"Drop {question}? [y/N]: " in refused.err
+
+
+def test_purge_and_check_tell_of_a_tier_that_does_not_answer(node, call):
+    """A tier without a process holds blocks that nobody has counted."""
+    (node.folder / "file").touch()
+    write_config(node.folder, [{"type": "fs", "path": str(node.folder / "file" / "blocks")}])
+    purge = ("purge", "--all", "--socket", node.socket)
+    with serving([*COMMAND, "serve", "--config", str(node.config)]):
+        refused = call_process(*purge, text="n\n")
+        assert "of 0 namespaces in DRAM, an unknown number in fs (0 known)?" in refused.err
+        result = call(*purge, "--yes")
+        assert (result.code, result.error) == (1, "fs does not answer")
+        assert result.out == "dropped 0 blocks: dram 0\n"
+        result = call("check", "--socket", node.socket)
+        assert (result.code, result.error, result.out) == (1, "fs does not answer", "")
 
 
 # ---- config ------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from tierkv import TierKVError, __version__
 _COMMANDS = {
     "serve": ("tierkv.cli.serve", "Run the daemon in the foreground."),
     "stats": ("tierkv.cli.stats", "Show what the daemon holds and how often it hits."),
-    "check": ("tierkv.cli.administer", "Let the daemon recompute its books."),
+    "check": ("tierkv.cli.administer", "Let the daemon and its tiers audit their books."),
     "purge": ("tierkv.cli.administer", "Drop cached blocks."),
     "config": ("tierkv.cli.config", "Check, show and describe the configuration."),
     "vllm-config": ("tierkv.cli.vllm_config", "Print what vLLM needs to use TierKV."),
