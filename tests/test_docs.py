@@ -25,7 +25,7 @@ import yaml
 from pydantic import BaseModel
 
 import tierkv
-from tests.core_world import World
+from tests.tier_world import TierWorld
 from tests.vllm.driver import stop_daemon
 from tierkv import config as config_module
 from tierkv import errors, units
@@ -38,6 +38,7 @@ from tierkv.config import (
     load_config,
     parse_config,
 )
+from tierkv.core.values import TierLimits
 from tierkv.service import wire
 from tierkv.service.daemon import node_text
 from tierkv.service.server import Server, ServerFacts
@@ -504,9 +505,9 @@ def test_the_limits_of_the_protocol_are_right():
 
 
 def statistics_tree() -> dict:
-    """What a daemon with one namespace tells."""
+    """What a daemon with one namespace and one tier tells."""
     facts = ServerFacts("/pool", 1 << 20, 1, node_text(NodeConfig()), False, 5.0)
-    return collect(Server(World().directory, facts), 0.0)
+    return collect(Server(TierWorld(4, TierLimits("fs")).directory, facts), 0.0)
 
 
 def names_in(tree: object) -> Iterator[str]:

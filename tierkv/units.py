@@ -12,7 +12,9 @@ _SIZES = {
     "g": 10**9, "gb": 10**9, "gib": 1 << 30,
     "t": 10**12, "tb": 10**12, "tib": 1 << 40,
 }  # fmt: skip
-_DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_DURATIONS = {
+    "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0,
+}  # fmt: skip
 
 
 def _split(text: str) -> tuple[float, str] | None:
@@ -51,7 +53,7 @@ def parse_duration(value: object) -> object:
         return value
     parts = _split(value)
     if parts is None or parts[1] not in _DURATIONS:
-        raise ValueError("is no duration; write for example 500ms or 30s")
+        raise ValueError("is no duration; write for example 500ms, 30s or 7d")
     return parts[0] * _DURATIONS[parts[1]]
 
 

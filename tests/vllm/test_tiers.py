@@ -134,9 +134,14 @@ class Ssd:
     def fs_tokens(self) -> int:
         return self.driver.stats()["tokens_total"]["tokens"]["fs"]
 
-    def close(self) -> None:
+    def close_engine(self) -> None:
+        """One process has room for one engine at a time."""
         if self.driver is not None:
             self.driver.close()
+            self.driver = None
+
+    def close(self) -> None:
+        self.close_engine()
         if (self.control / "fs").exists():
             self.end_faults()
         self._daemon.terminate()
@@ -356,36 +361,8 @@ def test_an_io_process_that_dies_or_stops_costs_hits_only(ssd, baseline, number)
     driver.check()
 
 
-def test_write_back_keeps_what_dram_cannot_hold(models, baseline, tmp_path):
-    """DRAM holds 12 blocks of 128 tokens, the prompts have 28."""
-    ssd = Ssd(models, tmp_path, "write_back", capacity="6MiB", extent_unit="512KiB")
-    try:
-        driver = ssd.engine()
-        slots = 0
-        for _ in range(2):
-            for tokens in PROMPTS:
-                driver.generate(tokens)
-                driver.forget_device()
-                slots = max(slots, sum(s["blocks"] for s in driver.stats()["namespaces"]))
-        assert slots < 28, "DRAM was large enough; the test proves nothing"
-        before = ssd.fs_tokens()
-        results = [driver.generate(tokens) for tokens in PROMPTS]
-        for want, got in zip(baseline[0], results, strict=True):
-            assert difference(want, got) <= TOLERANCE
-        assert ssd.fs_tokens() > before
-        driver.check()
-        ssd.only_on_ssd()
-        for file in ssd.root.glob("*/*/*"):
-            rewrite(file)
-        hurt = driver.generate(PROMPTS[0])
-        assert hurt.cached > 0
-        assert difference(baseline[0][0], hurt) > 100 * TOLERANCE
-    finally:
-        ssd.close()
-
-
 def test_a_killed_daemon_is_started_anew_and_serves_from_ssd(ssd, baseline):
-    """Last in this module: the engine's own daemon, without faults, takes the place of ours."""
+    """Our daemon's place is taken by the engine's own, whose tier has no faults."""
     driver = ssd.engine()
     ssd.empty()
     driver.generate(PROMPTS[0])
@@ -416,3 +393,32 @@ def test_a_killed_daemon_is_started_anew_and_serves_from_ssd(ssd, baseline):
     ssd.only_on_ssd()
     alone = driver.generate(PROMPTS[0])
     assert difference(baseline[0][0], alone) <= TOLERANCE
+
+
+def test_write_back_keeps_what_dram_cannot_hold(ssd, models, baseline, tmp_path):
+    """DRAM holds 12 blocks of 128 tokens, the prompts have 28."""
+    ssd.close_engine()
+    ssd = Ssd(models, tmp_path, "write_back", capacity="6MiB", extent_unit="512KiB")
+    try:
+        driver = ssd.engine()
+        slots = 0
+        for _ in range(2):
+            for tokens in PROMPTS:
+                driver.generate(tokens)
+                driver.forget_device()
+                slots = max(slots, sum(s["blocks"] for s in driver.stats()["namespaces"]))
+        assert slots < 28, "DRAM was large enough; the test proves nothing"
+        before = ssd.fs_tokens()
+        results = [driver.generate(tokens) for tokens in PROMPTS]
+        for want, got in zip(baseline[0], results, strict=True):
+            assert difference(want, got) <= TOLERANCE
+        assert ssd.fs_tokens() > before
+        driver.check()
+        ssd.only_on_ssd()
+        for file in ssd.root.glob("*/*/*"):
+            rewrite(file)
+        hurt = driver.generate(PROMPTS[0])
+        assert hurt.cached > 0
+        assert difference(baseline[0][0], hurt) > 100 * TOLERANCE
+    finally:
+        ssd.close()

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from tierkv.service.client import Client
 
 WATCH_PERIOD_S = 2.0
-UNINDEXED = ("object",)  # such a tier is asked block by block and never known whole
 
 _MISSES = {
     "miss_absent": "not stored",
@@ -224,7 +223,7 @@ def _state(tier: dict[str, Any]) -> str:
     if not tier["is_up"]:
         return "down"
     parts = ["up"]
-    if tier["tier"] not in UNINDEXED:
+    if tier["is_indexed"]:
         parts.append("scanned" if tier["is_scanned"] else "scanning")
     parts += [] if tier["is_reading"] else ["reading paused"]
     parts += [] if tier["is_writing"] else ["writing paused"]

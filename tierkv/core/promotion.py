@@ -142,7 +142,7 @@ class Promoter:
         room = int(books.limits.promote_share_max * books.limits.pool_bytes) - self.bytes
         count = max(0, min(len(tiers), room // space.slot_bytes))
         if len(space.free) < count:
-            books.make_room(space, count, {before} if before else set(), now)
+            books.make_room(space, count, set(), now)  # the lease pins what lies before
         count = min(count, len(space.free))
         books.counters["promote_no_room"] += len(tiers) - count
         if count == 0:

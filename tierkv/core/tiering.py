@@ -38,6 +38,7 @@ class Task:
     Attributes:
         waits: jobs that must end first.
         blocks: (tier, namespace) that nothing is promoted from meanwhile.
+        purges: (tier, namespace) whose losses DRAM need not make good.
     """
 
     id: int
@@ -46,6 +47,7 @@ class Task:
     dropped: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     blocks: list[tuple[int, bytes | None]] = field(default_factory=list)
+    purges: list[tuple[int, bytes | None]] = field(default_factory=list)
 
 
 class TieringManager:
@@ -160,7 +162,7 @@ class TieringManager:
         elif self._is_quiet(tier) and count != self.presence.counts[tier]:
             known = self.presence.counts[tier]
             task.problems.append(f"{name} holds {count} blocks, the daemon knows of {known}")
-        task.problems += problems
+        task.problems += [f"{name}: {problem}" for problem in problems]
         self._forward_waits(work, [], True)
 
     def _is_quiet(self, tier: int) -> bool:
@@ -177,7 +179,11 @@ class TieringManager:
             return
         self.presence.remove(namespace, keys, tier)
         space = self._books.spaces.get(namespace)
-        is_purging = any(t == tier and n in (None, namespace) for t, n in self.promoter.blocked)
+        is_purging = any(
+            t == tier and n in (None, namespace)
+            for task in self._tasks.values()
+            for t, n in task.purges
+        )
         if space is not None and not is_purging:
             self.cleaner.was_evicted_below(space, keys, tier)
 
@@ -273,6 +279,7 @@ class TieringManager:
         for tier in tiers:
             if older_than_s is None:
                 self._void(task, tier, namespace)
+            task.purges.append((tier, namespace))
             work = self._factory.on_store(Op.PURGE, tier, namespace, older_than_s)
             self._start(task, work, now)
         if older_than_s is None:

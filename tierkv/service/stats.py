@@ -88,6 +88,7 @@ def _tier_trees(server: Server, now: float) -> list[dict[str, object]]:
             "tier": lane.limits.name,
             "write_policy": lane.limits.write_policy,
             "is_up": lane.is_up,
+            "is_indexed": lane.limits.is_indexed,
             "is_scanned": tiering.promoter.known_whole[tier],
             "is_reading": not lane.reads.is_paused(now),
             "is_writing": not lane.writes.is_paused(now),

@@ -26,6 +26,7 @@ KEYS_MAX = 65_536
 KEY_BYTES_MAX = 65
 LEASES_MAX = 16_384
 TIERS_MAX = 8
+AGE_MAX_S = 1e10  # some 300 years
 
 Seq = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
@@ -187,7 +188,7 @@ class Purge(_Message, frozen=True):
     seq: Seq
     namespace: Annotated[str, msgspec.Meta(max_length=64, pattern=r"^[0-9a-f]*\Z")]
     tiers: Annotated[list[Text], msgspec.Meta(max_length=1 + TIERS_MAX)] = []
-    older_than_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    older_than_s: Annotated[float, msgspec.Meta(ge=0, le=AGE_MAX_S)] = 0.0
 
 
 Request = (
