@@ -80,11 +80,15 @@ ONLY_IN = {
         "tierkv.device",
         "tierkv.service.io_process",
         "tierkv.tiers",  # locks only; a test below says so
-        "tierkv.testing",
+        "tierkv.testing",  # the contract suite calls tiers from many threads
         "tierkv.bench.copy",
     ),
     "_thread": (),
-    "concurrent.futures": ("tierkv.device", "tierkv.service.io_process"),
+    "concurrent.futures": (
+        "tierkv.device",
+        "tierkv.service.io_process",
+        "tierkv.bench.fs_stage",  # as many threads on both sides of a comparison
+    ),
     "multiprocessing": (),  # its resource tracker unlinks shared memory of others
     "pickle": (),
     "marshal": (),
@@ -92,7 +96,14 @@ ONLY_IN = {
     "dill": (),
     "cloudpickle": (),
 }
-STARTS_THREADS = ("tierkv.pool", "tierkv.mapper", "tierkv.device", "tierkv.service.io_process")
+STARTS_THREADS = (
+    "tierkv.pool",
+    "tierkv.mapper",
+    "tierkv.device",
+    "tierkv.service.io_process",
+    "tierkv.bench",
+    "tierkv.testing",
+)
 # No clock below serve(): time is an argument. The core is pure besides.
 TIMELESS = ("tierkv.core", "tierkv.service.server", "tierkv.service.breaker")
 CORE_MAY_USE = ("tierkv.core", "tierkv.types", "tierkv.errors", "tierkv.hashing", "tierkv.units")
@@ -211,6 +222,14 @@ def test_a_foreign_module_is_imported_only_where_it_belongs(name):
         if is_in(used, (foreign,)) and not is_in(name, rooms)
     ]
     assert wrong == []
+
+
+@every_module
+def test_threads_are_started_only_where_they_belong(name):
+    """Others may hold locks, because they are called from threads."""
+    starts = {"threading.Thread", "Thread", "ThreadPoolExecutor", "threading.Timer"}
+    found = [here(name, call) for text, call in calls_of(name) if text in starts]
+    assert found == [] or is_in(name, STARTS_THREADS)
 
 
 @pytest.mark.parametrize("name", [n for n in sorted(MODULES) if is_in(n, ("tierkv.core",))])
