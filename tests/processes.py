@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import select
 import shutil
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from tierkv.service.client import Attachment, Client
 from tierkv.service.connection import Link
 from tierkv.service.daemon import Daemon, serve
 from tierkv.service.launcher import start_daemon
+from tierkv.service.tier_host import IO_COMMAND
 from tierkv.types import FRAME_BYTES
 
 ROOT = Path(__file__).parents[1]
@@ -192,11 +194,18 @@ class EngineHalf:
 class Child:
     """A process of this module under our hands: told what to do line by line."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, log: Path | None = None) -> None:
         command = [sys.executable, "-m", "tests.processes", *arguments]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
+        with contextlib.ExitStack() as files:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=files.enter_context(log.open("ab")) if log is not None else None,
+                text=True,
+                bufsize=1,
+            )
 
     def call(self, verb: str, *arguments: object) -> object:
         """Let it do one step, and wait until that is done."""
@@ -227,10 +236,22 @@ class Child:
 
 
 class Node:
-    """Directories and processes of one test; `close` ends and removes them all."""
+    """Directories and processes of one test; `close` ends and removes them all.
+
+    Args:
+        io_command: how daemons that are our children start I/O processes.
+        log: where those daemons and their I/O processes write their log; None: as we do.
+    """
 
     def __init__(
-        self, tmp_path: Path, slots: int = 8, linger_s: float = 30.0, **node: object
+        self,
+        tmp_path: Path,
+        slots: int = 8,
+        linger_s: float = 30.0,
+        *,
+        io_command: Sequence[str] = IO_COMMAND,
+        log: Path | None = None,
+        **node: object,
     ) -> None:
         memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
         self.pool_directory = Path(tempfile.mkdtemp(prefix="tierkv-test-", dir=memory))
@@ -250,6 +271,8 @@ class Node:
         )
         self.socket = self.config.service.socket_path
         self.gate = tmp_path / "gate"
+        self.io_command = io_command
+        self.log = log
         self._children: list[Child] = []
         self._engines: list[EngineHalf] = []
         self._admin: Client | None = None
@@ -259,8 +282,14 @@ class Node:
 
     def start_daemon(self, linger_s: float | None = None) -> Child:
         """A daemon that is our child; returns when it serves."""
+        self.forget_admin()
         daemon = Child(
-            "daemon", self.config.model_dump_json(), json.dumps(linger_s), str(self.gate)
+            "daemon",
+            self.config.model_dump_json(),
+            json.dumps(linger_s),
+            str(self.gate),
+            json.dumps(list(self.io_command)),
+            log=self.log,
         )
         self._children.append(daemon)
         wait_for(lambda: self.serves() or daemon.process.poll() is not None)
@@ -314,8 +343,7 @@ class Node:
             wait_for_end(pid)
         for engine in self._engines:
             engine.close()
-        if self._admin is not None:
-            self._admin.close()
+        self.forget_admin()
         shutil.rmtree(self.pool_directory)
 
     # ---- questions ----
@@ -327,12 +355,19 @@ class Node:
         wait_for(lambda: self._admin.is_up, self._admin, what="an administrator's session")
         return self._admin
 
+    def forget_admin(self) -> None:
+        """The daemon is another one from now on, and must be asked in a new session."""
+        if self._admin is not None:
+            self._admin.close()
+        self._admin = None
+
     def stats(self) -> dict:
         return json.loads(self.admin.ask(wire.Stats, WAIT_MAX_S).body)
 
     def check(self) -> None:
-        """Fails if the daemon's books are wrong."""
-        self.admin.ask(wire.Check, WAIT_MAX_S)
+        """Fails if the daemon's books are wrong, or those of a tier."""
+        problems = self.admin.ask(wire.Check, WAIT_MAX_S).problems
+        assert not problems, problems
 
     def wait_granting(self) -> None:
         """Wait out the quarantine of engines that died just before the daemon did."""
@@ -359,14 +394,17 @@ class Node:
 # ---- inside the processes ----------------------------------------------------------------------
 
 
-def _run_daemon(config: str, linger: str, gate: str) -> None:
+def _run_daemon(config: str, linger: str, gate: str, io_command: str) -> None:
     hold, pipe = Path(gate) / "hold", Path(gate) / "pipe"
 
     def on_turn(_daemon: Daemon) -> None:
         if hold.exists():
             pipe.read_text()
 
-    serve(NodeConfig.model_validate_json(config), json.loads(linger), on_turn)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    serve(
+        NodeConfig.model_validate_json(config), json.loads(linger), on_turn, json.loads(io_command)
+    )
 
 
 def _run_engine(config: str, name: str) -> None:

@@ -318,7 +318,7 @@ def test_version_is_printed(call):
         ("stats --watch 0", "--watch"),
         ("config", "Missing command"),
         ("config check", "FILE"),
-        ("serve --linger soon", "write for example 500ms or 30s"),
+        ("serve --linger soon", "write for example 500ms, 30s or 7d"),
         ("purge", "--namespace or --all"),
         ("purge --all --namespace ab", "--namespace or --all"),
         ("purge --namespace xyz", "hexadecimal"),
@@ -714,7 +714,7 @@ def test_stats_tell_why_blocks_did_not_move_between_tiers(tiered):
         ({"is_scanned": False}, "up, scanning"),
         ({"is_reading": False}, "up, scanned, reading paused"),
         ({"is_writing": False}, "up, scanned, writing paused"),
-        ({"tier": "object", "is_scanned": False}, "up"),
+        ({"is_indexed": False, "is_scanned": False}, "up"),
     ],
 )
 def test_stats_tell_the_state_of_a_tier(tiered, change, expected):
@@ -833,10 +833,10 @@ def test_purge_and_check_tell_of_a_tier_that_does_not_answer(node, call):
         refused = call_process(*purge, text="n\n")
         assert "of 0 namespaces in DRAM, an unknown number in fs (0 known)?" in refused.err
         result = call(*purge, "--yes")
-        assert (result.code, result.error) == (1, "fs does not answer")
+        assert (result.code, result.error) == (1, "fs: does not answer")
         assert result.out == "dropped 0 blocks: dram 0\n"
         result = call("check", "--socket", node.socket)
-        assert (result.code, result.error, result.out) == (1, "fs does not answer", "")
+        assert (result.code, result.error, result.out) == (1, "fs: does not answer", "")
 
 
 # ---- config ------------------------------------------------------------------------------------

@@ -278,6 +278,7 @@ def test_a_value_of_the_wrong_kind_is_told_with_the_value():
         ({"type": "fs"}, "a tier of type fs needs a path"),
         ({"type": "object"}, "a tier of type object needs a url"),
         ({"type": "memory"}, "a tier of type memory needs a capacity"),
+        ({"type": "object", "url": "s3://b", "capacity": "1GiB"}, "has no capacity"),
         ({"type": "mooncake"}, "'mooncake' is not available in this version"),
         ({"type": "fs", "path": "/x", "capacity": 0}, "capacity must be above 0"),
         ({"type": "floppy"}, "node.tiers[0].type: "),
@@ -288,6 +289,21 @@ def test_a_value_of_the_wrong_kind_is_told_with_the_value():
 )
 def test_a_tier_that_cannot_work_is_refused(tier, text):
     assert text in message_for({"node": {"tiers": [tier]}})
+
+
+@pytest.mark.parametrize(
+    "tier",
+    [
+        {"options": {"aws_secret_access_key": "SEKRET"}},
+        {"options": {"session_Token": "SEKRET"}},
+        {"url": "https://user:SEKRET@host/bucket"},
+    ],
+)
+def test_credentials_are_refused_and_never_repeated(tier):
+    tree = {"node": {"tiers": [{"type": "object", "url": "s3://b/p"} | tier]}}
+    message = message_for(tree)
+    assert "credentials belong into the environment" in message
+    assert "SEKRET" not in message
 
 
 def test_two_tiers_of_one_type_are_refused():

@@ -8,7 +8,7 @@ from tests.core_world import SPACE, keys_of
 from tests.tier_world import TierWorld
 from tierkv.core.lanes import FAILURES_MAX, HUNG_DEADLINES
 from tierkv.core.namespace import State
-from tierkv.core.values import Ready, TaskEnded, TierLimits
+from tierkv.core.values import Op, Ready, Run, TaskEnded, TierLimits
 from tierkv.types import Outcome
 
 BACK = TierLimits("fs")
@@ -135,7 +135,7 @@ def test_an_unindexed_tier_is_asked_and_the_answer_starts_the_promotion(make):
     world.holds("ab")
     found = world.lookup("abc")
     assert (found.pending, found.is_promoting) == (3, True)
-    assert world.work() == ["PROBE abc", "READ ab", "PROBE c"]
+    assert world.work() == ["PROBE abc", "READ ab"], "what was denied is not asked again"
     assert world.events()[-1].pending == 0
     assert world.pinned() == 2
 
@@ -172,6 +172,33 @@ def test_every_tier_that_may_hold_a_block_is_asked_in_turn(make):
     world.holds("a", 1)
     world.lookup("a")
     assert world.work()[:3] == ["PROBE a", "PROBE a", "READ a"]
+
+
+def test_a_probe_that_is_answered_in_pieces_counts_as_one(make):
+    world = make(8, ASKED)
+    world.holds("abcde")
+    world.lookup("abcdefgh")
+    world.take()
+    (probe,) = world.jobs
+    world.tiering.outcomes(0, probe.id, [OK] * 4, world.now)
+    world.tiering.outcomes(0, probe.id, [OK] + [MISSING] * 3, world.now)
+    world.jobs.clear()
+    assert world.take() == ["READ abcde"]
+
+
+def test_a_short_run_is_read_when_the_probe_finds_more_behind_it(make):
+    world = make(4, TierLimits("object", is_indexed=False, promote_min_tokens=256))
+    world.directory.spaces[SPACE].block_tokens = 128
+    world.holds("abc")
+    world.tiering.presence.add(SPACE, keys_of("a"), 0)
+    world.lookup("abcd")
+    assert world.work() == ["PROBE bcd", "READ abc"]
+    world.directory.purge()
+    world.tiering.presence.clear(0)
+    world.stores[0] = set(keys_of("a"))
+    world.lookup("ab")
+    assert world.work() == ["PROBE ab"], "one block of 128 tokens is not worth a read"
+    assert world.events()[-1].pending == 0
 
 
 # ---- reserve, commit ---------------------------------------------------------------------------
@@ -281,7 +308,7 @@ def test_a_failed_promotion_frees_its_slot_and_shortens_the_leases(make):
     assert world.count("promote_corrupt") == 1
 
 
-@pytest.mark.parametrize("outcome", [MISSING, CORRUPT, FAILED])
+@pytest.mark.parametrize("outcome", [MISSING, CORRUPT])
 def test_after_a_failed_promotion_nobody_believes_that_the_tier_has_the_block(make, outcome):
     world = make(4, BACK)
     world.holds("ab")
@@ -328,6 +355,78 @@ def test_a_block_from_a_lower_tier_is_owed_to_the_tiers_above(make):
     assert found.pending == 1
 
 
+def test_a_read_that_merely_failed_leaves_it_to_an_indexed_tier_to_tell(make):
+    """The block is still there if the tier says nothing; it would never tell it a second time."""
+    world = make(4, BACK)
+    world.holds("a")
+    world.lookup("a")
+    world.take()
+    world.answer(FAILED)
+    assert world.below("a") == "a"
+    world.tell(0, keys_of("a"), False)
+    assert world.below("a") == ""
+
+
+def test_after_a_failed_read_an_unindexed_tier_is_asked_again(make):
+    world = make(4, ASKED)
+    world.tiering.presence.add(SPACE, keys_of("a"), 0)
+    world.lookup("a")
+    world.take()
+    world.answer(FAILED)
+    assert world.below("a") == ""
+
+
+def test_a_block_that_is_listed_behind_a_lost_predecessor_gets_no_second_row(make):
+    """The predecessor was given up while an engine writes the block; the tier has both."""
+    world = make(3, BACK, dirty_max=1.0)
+    world.holds("ab")
+    world.store("a")
+    filling = world.reserve("b", after="a")
+    world.store("xy")
+    assert world.resident("a") == 0, "the test needs the predecessor gone"
+    world.lookup("ab")
+    world.directory.check()
+    world.work()
+    world.directory.commit(filling.lease, [True])
+    world.directory.check()
+    world.store("pqr")
+
+
+def test_a_promotion_behind_a_block_that_an_engine_is_writing_waits_for_it(make):
+    world = make(4, BACK)
+    world.join("w")
+    granted = world.reserve("a", engine="w")
+    world.holds("b")
+    assert world.lookup("ab").pending == 2
+    assert world.work() == ["READ b"]
+    world.directory.commit(granted.lease, [True])
+    assert len(world.events()[-1].offsets) == 2
+    assert world.count("promote_orphaned") == 0
+
+
+def test_a_promotion_behind_a_block_whose_writer_fails_is_given_up(make):
+    world = make(4, BACK)
+    world.join("w")
+    granted = world.reserve("a", engine="w")
+    world.holds("b")
+    world.lookup("ab")
+    world.work()
+    world.directory.commit(granted.lease, [False])
+    assert world.events()[-1].pending == 0
+    assert len(world.directory.spaces[SPACE].free) == 4
+
+
+def test_reads_of_a_run_that_failed_are_not_begun(make):
+    world = make(200, TierLimits("fs", read_threads=1))
+    keys = "".join(chr(n) for n in range(33, 123))
+    world.holds(keys)
+    world.lookup(keys)
+    world.take()
+    world.answer(*[MISSING] * 64)
+    assert world.take() == []
+    assert len(world.directory.spaces[SPACE].free) == 200
+
+
 # ---- demote ok, demote failed ------------------------------------------------------------------
 
 
@@ -371,6 +470,54 @@ def test_a_block_that_the_tier_gave_up_is_owed_again_under_write_back(make):
     assert world.dirty() == 0
     world.tell(0, keys_of("a"), False)
     assert world.dirty() == 1
+
+
+def test_a_tier_that_is_too_small_is_not_written_for_ever(make):
+    """What it gives up is owed again, but an idle cache must come to rest."""
+    world = make(24, BACK, dirty_max=0.1)
+    keys = "abcdefghijklmnopqrst"
+    world.store(keys)
+    writes = 0
+    for _ in range(50):
+        writes += sum(line.startswith("WRITE") for line in world.take())
+        while world.jobs:
+            world.answer()
+            for key in sorted(world.stores[0])[:-8]:
+                world.stores[0].discard(key)
+                world.tell(0, [key], False)
+    assert writes <= 2
+
+
+def test_above_dirty_max_every_write_thread_has_work(make):
+    world = make(400, TierLimits("fs", write_threads=4), dirty_max=0.1)
+    keys = [bytes([n, 1]) for n in range(250)]
+    granted = world.directory.reserve("e", SPACE, [Run(None, keys)], 0.0)
+    world.directory.commit(granted.lease, [True] * 250)
+    assert len(world.take()) == 4
+
+
+def test_a_tier_that_is_down_does_not_keep_others_from_being_written(make):
+    world = make(8, BACK, TierLimits("object"), dirty_max=0.1)
+    world.tiering.process_lost(0, 0.0)
+    world.store("abcd")
+    world.work()
+    assert world.below("abcd", 1) == "abcd"
+    world.tiering.started(0, True)
+    world.store("e", after="d")
+    world.work()
+    assert world.below("abcde", 0) == "abcde"
+
+
+def test_a_name_is_never_written_twice_at_a_time(make):
+    world = make(4, THROUGH)
+    world.store("a")
+    world.take()
+    world.directory.purge()
+    world.store("a")
+    assert world.take() == []
+    world.answer()
+    assert world.work() == []
+    assert world.dirty() == 0, "the tier has it by now"
 
 
 # ---- release, death ----------------------------------------------------------------------------
@@ -494,6 +641,50 @@ def test_a_demotion_that_ends_after_a_purge_is_followed_by_a_drop(make):
     assert world.events() == [TaskEnded(task, {"dram": 1, "fs": 0}, ())]
 
 
+def test_a_write_that_failed_is_dropped_after_a_purge_too(make):
+    """A killed process may have finished it, and a store may get it after its deadline."""
+    world = make(4, THROUGH)
+    world.store("a")
+    world.take()
+    purge(world)
+    epoch = world.tiering.process_lost(0, world.now)
+    world.stores[0] |= set(keys_of("a"))
+    world.jobs.clear()
+    world.tiering.process_gone(0, epoch, world.now)
+    world.tiering.started(0, True)
+    assert "DROP a" in world.work()
+    assert world.stores[0] == set()
+
+
+def test_a_purged_block_that_cannot_be_dropped_is_told(make):
+    world = make(4, THROUGH)
+    world.store("a")
+    world.take()
+    purge(world)
+    world.answer()
+    world.take()
+    while world.jobs:
+        job = world.jobs[0]
+        world.answer(*([FAILED] if job.op is Op.DROP else []))
+    (event,) = world.events()
+    assert event.problems == ("fs: a purged block could not be dropped",)
+
+
+def test_a_purge_does_not_wait_for_ever_for_a_tier_that_never_comes_back(make):
+    world = make(4, THROUGH)
+    world.store("a")
+    world.take()
+    purge(world)
+    world.tick(0.1)
+    world.answer()  # the late write: a drop must follow
+    epoch = world.tiering.process_lost(0, world.now)
+    world.tiering.process_gone(0, epoch, world.now)
+    world.tick(31.0)
+    world.tick(31.0)
+    (event,) = world.events()
+    assert event.problems == ("fs: does not answer",)
+
+
 def test_a_purge_by_age_leaves_what_was_used_since(make):
     world = make(4, THROUGH)
     world.store("a")
@@ -511,7 +702,7 @@ def test_a_purge_of_a_tier_that_is_down_is_acknowledged_with_a_problem(make):
     purge(world)
     world.tick(31.0)
     (event,) = world.events()
-    assert event.problems == ("fs does not answer",)
+    assert event.problems == ("fs: does not answer",)
 
 
 # ---- deadlines and processes -------------------------------------------------------------------
@@ -555,6 +746,19 @@ def test_a_hung_read_does_not_take_the_thread_of_the_next_one(make):
     world.tick(0.1)
     world.lookup("b")
     assert world.take() == ["READ b"]
+
+
+def test_waiting_for_a_thread_does_not_speak_against_the_tier(make):
+    world = make(8, TierLimits("fs", read_threads=1))
+    world.holds("abcde")
+    for letter in "abcd":
+        world.lookup(letter)
+    world.take()
+    world.tick(1.5)
+    world.answer()
+    world.take()
+    world.tick(0.5)  # all are late now; the running one has run for half a second
+    assert world.lookup("e").pending == 1
 
 
 def test_a_process_hangs_when_an_operation_is_three_deadlines_old(make):

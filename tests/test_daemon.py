@@ -309,7 +309,7 @@ def test_a_release_while_a_session_is_lost_leaves_no_pin(node, link, is_trimmed)
     if is_trimmed:  # a message that is sent again in the next session
         engine.client.trim(engine.lease, 1)
     hijacker = raw_peer(node.socket)  # takes the session away, so that the client must return
-    hijacker.send(wire.encode(wire.Hello(1, 1, 1, "e", True, [int(engine.lease)], "")))
+    hijacker.send(wire.encode(wire.Hello(1, 2, 2, "e", True, [int(engine.lease)], "")))
     assert hijacker.poll(WAIT_MAX_S * 1000)
     hijacker.close()
     assert engine.client.lookup(SPACE, keys_of("a")) is None, "the old session is closed"
@@ -484,7 +484,7 @@ def test_garbage_of_an_engine_closes_its_own_session_and_frees_nothing(node):
     lock = MapperLock(node.run_directory, "bad", is_session=True)
     peer = raw_peer(node.socket)
     messages = [
-        wire.Hello(1, 1, 1, "bad", False, [], ""),
+        wire.Hello(1, 2, 2, "bad", False, [], ""),
         wire.Attach(2, SPACE, 8192, "", False),
         wire.Lookup(3, SPACE, 2, b"a\0b\0"),
     ]
@@ -525,7 +525,7 @@ def test_an_engine_with_another_node_part_attaches_with_one_warning_naming_both_
 def lose_session(client: Client, node: Node) -> None:
     """Let somebody else take the session, so that the client has to return."""
     hijacker = raw_peer(node.socket)
-    hijacker.send(wire.encode(wire.Hello(1, 1, 1, client.engine, True, [], "")))
+    hijacker.send(wire.encode(wire.Hello(1, 2, 2, client.engine, True, [], "")))
     assert hijacker.poll(WAIT_MAX_S * 1000)
     hijacker.close()
     with contextlib.suppress(DaemonUnavailableError):

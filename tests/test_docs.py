@@ -32,6 +32,7 @@ from tierkv import errors, units
 from tierkv.cli.main import tierkv as command_line
 from tierkv.config import (
     NodeConfig,
+    TierConfig,
     TierKVConfig,
     from_extra_config,
     known_keys,
@@ -190,7 +191,9 @@ def test_every_shipped_configuration_loads(file):
 
 def test_the_shipped_configurations_are_these():
     names = {file.name for file in CONFIGS}
-    assert names >= {"minimal.yaml", "cpu-node.yaml", "all-options.yaml", "vllm-cpu.yaml"}
+    assert names >= {
+        "minimal.yaml", "cpu-node.yaml", "cpu-node-ssd.yaml", "all-options.yaml", "vllm-cpu.yaml",
+    }  # fmt: skip
 
 
 @each(written_in("yaml"))
@@ -250,6 +253,8 @@ def words_for(kind: object, metadata: tuple[object, ...] | list[object] = ()) ->
         return [f"`{value}`" for value in typing.get_args(kind)]
     if typing.get_origin(kind) is tuple:
         return ["list"]
+    if typing.get_origin(kind) is dict:
+        return ["mapping"]
     if kind is type(None):
         return ["unset"]
     if isinstance(kind, type) and kind in PLAIN:
@@ -268,7 +273,7 @@ def limits_of(metadata: list[object]) -> str:
 
 def rows_of(model: type[BaseModel], prefix: str) -> Iterator[str]:
     """The table of one group of keys, made from its model."""
-    shown = model().model_dump(mode="json")
+    shown = model.model_construct().model_dump(mode="json")
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
     for name, field in model.model_fields.items():
@@ -278,8 +283,9 @@ def rows_of(model: type[BaseModel], prefix: str) -> Iterator[str]:
             continue
         first, *others = words_for(kind, field.metadata)
         words = ", ".join([first + limits_of(field.metadata), *others])
-        value = shown[name]
+        value = shown.get(name)
         default = "unset" if value is None else f"`{json.dumps(value).strip(chr(34))}`"
+        default = "required" if field.is_required() else default
         assert field.description, f"{prefix}.{name} has no description"
         yield f"| `{prefix}.{name}` | {words} | {default} | {field.description} |"
 
@@ -287,6 +293,7 @@ def rows_of(model: type[BaseModel], prefix: str) -> Iterator[str]:
 GROUPS = {
     "node": config_module.NodeConfig,
     "node.dram": config_module.DramConfig,
+    "node.tiers[]": TierConfig,
     "node.service": config_module.ServiceConfig,
     "engine": config_module.EngineConfig,
 }
@@ -500,8 +507,8 @@ def test_the_limits_of_the_protocol_are_right():
     assert f"{wire.MESSAGE_BYTES_MAX >> 20} MiB" in text
     for number in (wire.KEYS_MAX, wire.LEASES_MAX, wire.KEY_BYTES_MAX):
         assert f"{number:,}" in text
-    assert (wire.VERSION_MIN, wire.VERSION_MAX) == (1, 1)
-    assert "**Version.** 1." in text
+    assert (wire.VERSION_MIN, wire.VERSION_MAX) == (2, 2)
+    assert "**Version.** 2." in text
 
 
 def statistics_tree() -> dict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import threading
 from pathlib import Path
@@ -117,6 +118,29 @@ def test_a_missing_block_is_missing(start):
     host = start()
     assert host.do(Op.READ, KEYS[:1], [0]) == [Outcome.MISSING]
     assert host.do(Op.PROBE, KEYS[:2]) == [Outcome.MISSING] * 2
+
+
+class Narrow(MemoryTier):
+    """Takes two names in a call, and remembers what it was asked."""
+
+    asked: list[int] = []
+
+    @property
+    def info(self):
+        return dataclasses.replace(super().info, batch_max=2)
+
+    def probe(self, names):
+        self.asked.append(len(names))
+        return super().probe(names)
+
+
+def test_nothing_is_asked_about_blocks_behind_a_hole(start):
+    Narrow.asked.clear()
+    host = start(Narrow)
+    host.do(Op.WRITE, [KEYS[0], KEYS[1], KEYS[2], KEYS[6]], [0, 1, 2, 3])
+    found = host.do(Op.PROBE, KEYS[:8])
+    assert found == [Outcome.OK] * 3 + [Outcome.MISSING] * 5
+    assert Narrow.asked == [2, 2]
 
 
 def test_whatever_a_store_raises_is_a_failed_operation(start):

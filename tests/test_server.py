@@ -95,7 +95,7 @@ class Peer:
         assert len(replies) <= 1
         return replies[0] if replies else None
 
-    def hello(self, is_return=False, held=(), node="", versions=(1, 1)):
+    def hello(self, is_return=False, held=(), node="", versions=(2, 2)):
         return self.say(wire.Hello, *versions, self.engine, is_return, list(held), node)
 
     def attach(self, space=SPACE, slot_bytes=SLOT_BYTES, is_private=False):
@@ -200,7 +200,7 @@ def test_a_private_layout_is_refused_to_other_engines(desk):
     assert "private" in other.attach(b"P" * 32).message
 
 
-@pytest.mark.parametrize("versions", [(0, 0), (2, 9)])
+@pytest.mark.parametrize("versions", [(0, 1), (3, 9)])
 def test_another_protocol_version_is_refused_with_both_ranges_named(desk, versions):
     answer = Peer(desk, "e").hello(versions=versions)
     assert answer.code == "version"
@@ -231,14 +231,14 @@ def test_without_node_strict_other_node_configurations_are_served(desk):
 
 def test_too_many_engines_are_refused_with_the_number(desk):
     peers = [Peer(desk, f"engine{i}", f"peer-{i}") for i in range(SESSIONS_MAX)]
-    desk.turn([peer.frame(wire.Hello, 1, 1, peer.engine, False, [], "") for peer in peers])
+    desk.turn([peer.frame(wire.Hello, 2, 2, peer.engine, False, [], "") for peer in peers])
     answer = Peer(desk, "one-more", "one-more").hello()
     assert answer.code == "refused"
     assert str(SESSIONS_MAX) in answer.message
 
 
 def test_forgotten_administrators_never_keep_an_engine_out(desk):
-    frames = [Peer(desk, "", f"admin-{i}").frame(wire.Hello, 1, 1, "", False, [], "")
+    frames = [Peer(desk, "", f"admin-{i}").frame(wire.Hello, 2, 2, "", False, [], "")
               for i in range(SESSIONS_MAX)]  # fmt: skip
     desk.turn(frames)
     assert isinstance(Peer(desk, "e", "engine").hello(), wire.Welcome)
@@ -279,7 +279,7 @@ def test_a_doubled_hello_of_a_returning_engine_ends_no_lease_granted_since(desk)
     desk.peer("w").store("a")
     engine = Peer(desk, "e")
     desk.held["e"] = Held(has_session=True)
-    hello = engine.frame(wire.Hello, 1, 1, "e", True, [], "")
+    hello = engine.frame(wire.Hello, 2, 2, "e", True, [], "")
     engine.raw(hello)
     engine.attach()
     engine.lookup("a")
@@ -289,7 +289,7 @@ def test_a_doubled_hello_of_a_returning_engine_ends_no_lease_granted_since(desk)
 
 def test_a_doubled_first_hello_is_not_a_second_engine(desk):
     engine = Peer(desk, "e")
-    hello = engine.frame(wire.Hello, 1, 1, "e", False, [], "")
+    hello = engine.frame(wire.Hello, 2, 2, "e", False, [], "")
     replies = engine.raw(hello, hello)
     assert not any(isinstance(reply, wire.Failed) for reply in replies)
 
@@ -955,7 +955,7 @@ class Simulation:
         engine.connections += 1
         engine.link = "greeting"
         held = {*engine.reads, *engine.writes, *(args[0] for _, _, args in engine.unread)}
-        engine.post(wire.Hello, 1, 1, engine.name, engine.was_up, sorted(held), "")
+        engine.post(wire.Hello, 2, 2, engine.name, engine.was_up, sorted(held), "")
 
     def deliver(self):
         engine = self.some(lambda e: e.out)

@@ -12,7 +12,7 @@ from tierkv.types import Outcome
 
 def text_of(keys) -> str:
     """Inverse of `keys_of`."""
-    return "".join(key[:1].decode() for key in keys)
+    return "".join(key[:1].decode("latin-1") for key in keys)
 
 
 class TierWorld(World):
@@ -90,8 +90,8 @@ class TierWorld(World):
 
     def below(self, text: str, tier: int = 0) -> str:
         """Which of these blocks the daemon believes a tier to hold."""
-        held = self.tiering.presence.of(SPACE)
-        return text_of(key for key in keys_of(text) if held.get(key, 0) & (1 << tier))
+        presence = self.tiering.presence
+        return text_of(key for key in keys_of(text) if presence.has(SPACE, key, tier))
 
     def dirty(self) -> int:
         return self.directory.spaces[SPACE].dirty

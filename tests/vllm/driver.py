@@ -12,15 +12,21 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from tests.processes import wait_for
 from tierkv.bench.demo.engine import start_engine
 from tierkv.bench.tiny_models import VOCABULARY
+from tierkv.config import block_tokens_of
 from tierkv.errors import DaemonUnavailableError
-from tierkv.pool import DaemonLock
+from tierkv.hashing import block_key
+from tierkv.pool import DaemonLock, attach_pool
 from tierkv.service import wire
 from tierkv.service.client import Client
+from tierkv.types import FRAME_BYTES
 
 TOLERANCE = 1e-4
+DAMAGE_MIN = 100 * TOLERANCE  # a damaged block changes log-probabilities by more
 STEPS_MAX = 20_000
 
 
@@ -80,6 +86,8 @@ class Driver:
     ) -> None:
         self.run_directory = run
         settings = {"max_model_len": 2048, "block_size": 128, **options}
+        page = settings["block_size"]
+        self.engine_blocks = block_tokens_of((engine or {}).get("block_tokens"), page) // page
         if run is not None:
             tree = {
                 "node": {
@@ -219,6 +227,70 @@ class Driver:
 
     def daemon_pid(self) -> int:
         return daemon_pid(self.run_directory)
+
+    # ---- negative control ----------------------------------------------------------------------
+
+    def damage(self, prefix: list[bytes]) -> None:
+        """Overwrite the payload of a prefix's last block in the pool, behind the product's back.
+
+        Args:
+            prefix: hashes of TierKV blocks, from the prompt's first block on.
+        """
+        half = self.core.scheduler.connector.scheduler_half
+        wait_for(lambda: half.is_ready, half.client, what="the namespace to be attached")
+        client, stats = half.client, self.stats()
+        spaces = {bytes.fromhex(space["namespace"]): space for space in stats["namespaces"]}
+        (namespace,) = filter(client.is_attached, spaces)  # after a reset there are others
+        answer = client.lookup(namespace, [block_key(one) for one in prefix], 5)
+        assert answer is not None, "the daemon did not answer"
+        assert len(answer.offsets) == len(prefix), "the block to damage is not in DRAM"
+        pool = attach_pool(Path(stats["pool"]))
+        start, size = int(answer.offsets[-1]), spaces[namespace]["slot_bytes"]
+        payload = pool.bytes[start + FRAME_BYTES : start + size]
+        payload[:] = np.frombuffer(payload.tobytes()[::-1], np.uint8)
+        client.release([answer.lease])
+
+    def assert_damage_shows(
+        self,
+        want: Result,
+        tokens: list[int],
+        blocks: int = 3,
+        *,
+        device_tokens: int = 0,
+        tries: int = 1,
+        **inputs,
+    ) -> None:
+        """Blocks from the pool give the wanted output, and with one of them damaged another.
+
+        For the end of a test: it forgets what the device has, and afterwards nothing is stored.
+
+        Args:
+            blocks: the last of so many leading TierKV blocks is damaged.
+            device_tokens: of the prompt, computed on the device before.
+            tries: more than one where the daemon may be late, which is a miss.
+        """
+
+        def generate() -> Result:
+            for _ in range(tries):
+                self.forget_device()
+                if device_tokens:
+                    self.generate(tokens[:device_tokens], new=1, **inputs)
+                result = self.generate(tokens, len(want.tokens), **inputs)
+                if result.cached > device_tokens:
+                    return result
+            raise AssertionError("nothing was loaded, so the outputs prove nothing")
+
+        whole = generate()
+        assert difference(want, whole) <= TOLERANCE
+        per = self.engine_blocks
+        prefix = whole.hashes[per - 1 : blocks * per : per]
+        assert len(prefix) == blocks, "the prompt has no such block"
+        self.damage(prefix)
+        hurt = generate()
+        assert hurt.cached == whole.cached, "the damaged block was not loaded"
+        assert difference(want, hurt) > DAMAGE_MIN, "the damaged block changes nothing"
+        self.check()
+        self.purge()
 
     # ---- end -----------------------------------------------------------------------------------
 

@@ -6,6 +6,10 @@ covered by the tests beside this one.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import time
 import uuid
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,7 +19,7 @@ import pytest
 import torch
 
 from tests.processes import Node, wait_for
-from tierkv.config import EngineConfig
+from tierkv.config import EngineConfig, TierConfig
 from tierkv.connectors.vllm.adapters import AdapterDigests
 from tierkv.connectors.vllm.identity import geometry_by_rank, namespace_of
 from tierkv.connectors.vllm.kv_layout import KvLayout, Pages, describe_layers
@@ -83,12 +87,16 @@ def request_of(name: str, blocks: int) -> Request:
 
 
 class Engine:
-    """A scheduler half and the workers of two ranks over one daemon."""
+    """A scheduler half and the workers of two ranks over one daemon.
 
-    def __init__(self, node: Node, name: str, **config) -> None:
+    Args:
+        engine_blocks: engine blocks of 16 tokens per TierKV block.
+    """
+
+    def __init__(self, node: Node, name: str, engine_blocks: int = 1, **config) -> None:
         settings = {"swap_in_threshold": 0, "request_deadline": "5s", **config}
         self.client = Client(node.socket, name, deadline_s=5.0)
-        sizes = Sizes(engine_block=16, block=16, ranks=RANKS)
+        sizes = Sizes(engine_block=16, block=16 * engine_blocks, ranks=RANKS)
         self.scheduler = SchedulerHalf(
             self.client, EngineConfig(**settings), sizes, Roles(True, True)
         )
@@ -106,8 +114,9 @@ class Engine:
             )
             worker.register({f"l{at}": store[at].view(BLOCKS, 1, PAGE) for at in range(LAYERS)},
                             BLOCKS)  # fmt: skip
+            worker.set_engine_blocks(engine_blocks)
             self.workers.append(worker)
-        part = LAYERS * PAGE
+        part = LAYERS * PAGE * engine_blocks
         attachment = Attachment(SPACE, slot_bytes_of(RANKS * part), "test", False)
         assert self.scheduler.attach(attachment, (0, part), 20.0)
 
@@ -152,6 +161,18 @@ class Engine:
 @pytest.fixture
 def node(tmp_path):
     node = Node(tmp_path, slots=32)
+    node.start_daemon()
+    yield node
+    node.close()
+
+
+@pytest.fixture
+def tiered(tmp_path):
+    """A node with a tier in memory that gets every block at once."""
+    tier = TierConfig(type="memory", capacity=1 << 20, deadline=60)
+    node = Node(tmp_path, slots=64, tiers=(tier,), write_policy="write_through")
+    dram = node.config.dram.model_copy(update={"promote_share_max": 1.0})
+    node.config = node.config.model_copy(update={"dram": dram})
     node.start_daemon()
     yield node
     node.close()
@@ -578,3 +599,188 @@ def test_an_adapters_files_decide_and_a_silent_change_is_not_cached(tmp_path):
     assert digests.digest_of(lora) not in (None, first)
     gone = SimpleNamespace(lora_int_id=2, lora_path=str(tmp_path / "gone"))
     assert digests.digest_of(gone) is None
+
+
+# ---- after a reset -----------------------------------------------------------------------------
+
+
+def admitted(engine: Engine, request: Request, block_ids: list[int], local_tokens: int) -> StepPlan:
+    """The first step of a request of which nothing is stored and the device has this much."""
+    engine.scheduler.new_request(request)
+    assert engine.scheduler.matched_tokens(request, local_tokens) == (0, False)
+    engine.scheduler.allocated(request, block_ids, 0)
+    rest = request.num_tokens - local_tokens
+    return engine.scheduler.plan_step(new_step(request.request_id, block_ids, local_tokens, rest))
+
+
+def reset(engine: Engine, engine_blocks: int = 1) -> None:
+    """As the connector does it: another namespace, whatever became of the device's cache."""
+    part = LAYERS * PAGE * engine_blocks
+    fresh = Attachment(b"W" * 32, slot_bytes_of(RANKS * part), "test", True)
+    assert engine.scheduler.attach(fresh, (0, part), 20.0)
+
+
+def branch_of(request: Request, first: int) -> Request:
+    """The same request, but for the blocks from this one on."""
+    count = len(request.block_hashes)
+    request.block_hashes[first:] = [bytes([200 + at]) * 32 for at in range(first, count)]
+    return request
+
+
+def test_a_device_hit_is_stored_before_a_reset_and_not_after_it(make):
+    """The device may still have, from before the reset, what a new request hits there."""
+    engine = make()
+    warm_up(engine)
+    before = admitted(engine, request_of("before", 4), [1, 2, 3, 4], 32)
+    assert before.store.pages.device_blocks == (1, 2, 3, 4)
+    for report in engine.run(before):  # the pool's only extent goes from layout to layout
+        engine.scheduler.take_report(report)
+    reset(engine)
+    whole = admitted(engine, branch_of(request_of("whole", 1), 0), [5], 0)
+    assert whole.store.pages.device_blocks == (5,), "all of it was computed after"
+    orphan = admitted(engine, request_of("orphan", 4), [1, 2, 3, 4], 32)
+    assert orphan.store is None, "the rest is unreachable without its head"
+    again = admitted(engine, request_of("again", 4), [5, 6, 7, 8], 0)
+    assert again.store.pages.device_blocks == (5, 6, 7, 8)
+    tail = admitted(engine, branch_of(request_of("tail", 4), 2), [1, 2, 9, 10], 32)
+    assert tail.store.pages.device_blocks == (9, 10)
+
+
+def test_after_a_reset_a_block_that_the_device_has_in_part_is_not_stored(make):
+    engine = make(engine_blocks=2)
+    reset(engine, 2)
+    whole = admitted(engine, branch_of(request_of("whole", 4), 0), [5, 6, 7, 8], 0)
+    assert whole.store.pages.device_blocks == (5, 6, 7, 8)
+    part = admitted(engine, request_of("part", 4), [1, 2, 3, 4], 16)
+    assert part.store is None, "the first half of its head may be of before the reset"
+    again = admitted(engine, request_of("again", 4), [5, 6, 7, 8], 0)
+    assert again.store.pages.device_blocks == (5, 6, 7, 8)
+
+
+# ---- blocks that come from a tier --------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def engine_on(node: Node, name: str = "e", **config):
+    engine = Engine(node, name, **config)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def fill_tier(node: Node, pages: int, pages_in_dram: int, engine_blocks: int = 1) -> None:
+    """Blocks of which the tier has all, and DRAM only the leading ones."""
+    with engine_on(node, "filler", engine_blocks=engine_blocks, promote_wait_max="20s") as engine:
+        warm_up(engine)
+        wait_for(lambda: node.stats()["tiers"][0]["is_scanned"], engine.client, what="the tier")
+        plan = store(engine, "first", list(range(1, pages + 1)))
+        for report in engine.run(plan):
+            engine.scheduler.take_report(report)
+
+        def is_written() -> bool:
+            (tier,) = node.stats()["tiers"]
+            return tier["blocks_known"] == plan.store.blocks and not tier["jobs"]
+
+        wait_for(is_written, engine.client, what="the tier to have everything")
+        node.admin.ask(lambda seq: wire.Purge(seq, "", ["dram"]), 5)
+        head = request_of("head", pages_in_dram)
+        engine.scheduler.new_request(head)
+        assert told_in_the_end(engine, head) == (pages_in_dram * 16, True)
+
+
+def told_in_the_end(engine: Engine, request: Request, local_tokens: int = 0) -> tuple[int, bool]:
+    """What the scheduler is told when it need not ask again."""
+    told = []
+
+    def is_told() -> bool:
+        told.append(engine.scheduler.matched_tokens(request, local_tokens))
+        return told[-1][0] is not None
+
+    wait_for(is_told, engine.client, what="an answer")
+    return told[-1]
+
+
+@contextlib.contextmanager
+def standing_still(node: Node):
+    """The tier's process does nothing inside this block."""
+    (lock,) = (node.run_directory / "mappers").glob("io-memory.*")
+    pid = int(lock.name.split(".")[1])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_request_waits_for_a_tier_so_long_and_then_takes_what_is_there(tiered):
+    wait_s = 0.4
+    fill_tier(tiered, 3, 2)
+    with engine_on(tiered, promote_wait_max=wait_s, fill_wait_max="20s") as engine:
+        request = request_of("s", 3)
+        with standing_still(tiered):
+            engine.scheduler.new_request(request)
+            begin = time.monotonic()
+            assert engine.scheduler.matched_tokens(request, 0) == (None, False)
+            assert told_in_the_end(engine, request) == (32, True)
+            assert time.monotonic() - begin >= wait_s
+            assert engine.scheduler.matched_tokens(request, 0) == (32, True), "it is decided"
+        engine.scheduler.allocated(request, [5, 6], 32)
+        (load,) = engine.scheduler.plan_step(Output()).loads
+        assert load.pages.device_blocks == (5, 6)
+
+
+def test_a_request_that_waits_takes_what_a_tier_brings_in_time(tiered):
+    fill_tier(tiered, 3, 2)
+    with engine_on(tiered, promote_wait_max="20s", fill_wait_max="0s") as engine:
+        request = request_of("s", 3)
+        with standing_still(tiered):
+            engine.scheduler.new_request(request)
+            asked = {engine.scheduler.matched_tokens(request, 0) for _ in range(50)}
+            assert asked == {(None, False)}
+        assert told_in_the_end(engine, request) == (48, True)
+
+
+@pytest.mark.parametrize(
+    ("config", "local_tokens", "told"),
+    [
+        ({"promote_wait_max": 0.0}, 0, (32, True)),
+        ({"promote_wait_max": "20s", "swap_in_threshold": 40}, 16, (0, False)),
+    ],
+    ids=["no time", "below the threshold"],
+)
+def test_a_request_does_not_wait_for_a_tier(tiered, config, local_tokens, told):
+    fill_tier(tiered, 3, 2)
+    with engine_on(tiered, fill_wait_max="20s", **config) as engine:
+        request = request_of("s", 3)
+        with standing_still(tiered):
+            engine.scheduler.new_request(request)
+            assert engine.scheduler.matched_tokens(request, local_tokens) == told
+
+
+@pytest.mark.parametrize(
+    ("load", "prompt_tokens", "told", "tokens"),
+    [
+        ("async", 100, 80, {"device": 16, "dram": 16, "memory": 64, "computed": 4}),
+        ("layerwise", 96, 64, {"device": 16, "dram": 16, "memory": 48, "computed": 16}),
+    ],
+)
+def test_the_outcome_names_the_source_of_every_token(tiered, load, prompt_tokens, told, tokens):
+    """Blocks of 32 tokens: the hit starts inside the first, and may end inside the last."""
+    fill_tier(tiered, 6, 2, engine_blocks=2)
+    with engine_on(tiered, engine_blocks=2, load_mode=load, promote_wait_max="20s") as engine:
+        warm_up(engine)
+        before = tiered.stats()["tokens_total"]
+        request = Request("s", prompt_tokens, request_of("s", 6).block_hashes)
+        engine.scheduler.new_request(request)
+        assert told_in_the_end(engine, request, 16) == (told, load == "async")
+        pages = [1, 2, 3, 4, 5, 6][: 1 + told // 16]
+        engine.scheduler.allocated(request, pages, told)
+        for report in engine.run(engine.scheduler.plan_step(Output())):
+            engine.scheduler.take_report(report)
+        engine.scheduler.request_finished(request)
+        engine.client.ask(wire.Ping, 5)
+        after = tiered.stats()["tokens_total"]
+        assert after["requests"] - before["requests"] == 1
+        said = {name: count - before["tokens"][name] for name, count in after["tokens"].items()}
+        assert said == tokens

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.vllm.conftest import PROMPTS
-from tests.vllm.driver import TOLERANCE, difference, prompt
+from tests.vllm.driver import TOLERANCE, Result, difference, prompt
 
 pytestmark = pytest.mark.vllm
 
@@ -25,9 +27,19 @@ def test_chunked_prefill_stores_every_full_block(make_engine, baseline, load):
         assert difference(want, second) <= TOLERANCE
     assert all(r.cached >= (len(p) - 1) // 128 * 128 for r, p in zip(warm, PROMPTS, strict=True))
     driver.check()
+    driver.assert_damage_shows(baseline[0][3], PROMPTS[3], blocks=8)
 
 
 LONG = [prompt(100 + i, 600) for i in range(4)]
+
+
+def continued(result: Result, tokens: list[int], new: int = 8) -> tuple[list[int], Result]:
+    """A prompt that ends within what a request generated, and what must follow."""
+    at = 160
+    rest = replace(
+        result, tokens=result.tokens[at : at + new], logprobs=result.logprobs[at : at + new]
+    )
+    return tokens + result.tokens[:at], rest
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +66,16 @@ def test_preemption(make_engine, preempted_baseline, store, load):
     stats = driver.stats()
     assert stats["counters"]["blocks_hit"] > 0
     driver.check()
+    # Five blocks of each request, the last one generated: also what was stored around a
+    # preemption is right.
+    for tokens, want in zip(LONG, preempted_baseline, strict=True):
+        longer, rest = continued(want, tokens)
+        driver.forget_device()
+        again = driver.generate(longer)
+        assert again.cached == 640
+        assert difference(rest, again) <= TOLERANCE
+    longer, rest = continued(preempted_baseline[0], LONG[0])
+    driver.assert_damage_shows(rest, longer, blocks=5)
 
 
 def test_aborts_in_every_waiting_place_leave_nothing_behind(make_engine, baseline):
@@ -93,6 +115,7 @@ def test_aborts_in_every_waiting_place_leave_nothing_behind(make_engine, baselin
         assert difference(want, result) <= TOLERANCE
         assert result.cached >= 896
     driver.check()
+    driver.assert_damage_shows(baseline[0][1], PROMPTS[1])
 
 
 def test_a_request_below_the_threshold_is_computed(make_engine, baseline):
@@ -129,6 +152,10 @@ def test_roles(make_engine, baseline, role, stores, loads):
     assert difference(baseline[0][1], result) <= TOLERANCE
     assert (driver.stats()["counters"]["blocks_stored"] > before) == stores
     driver.check()
+    if loads:
+        driver.assert_damage_shows(baseline[0][0], PROMPTS[0])
+    else:  # what it stored is read by an engine that may
+        make_engine().assert_damage_shows(baseline[0][1], PROMPTS[1])
 
 
 def test_prompt_only_offloading_stores_no_generated_tokens(make_engine):
@@ -151,6 +178,7 @@ def test_a_reset_of_the_connector_hides_everything_stored_before(make_engine, ba
     assert result.cached == 896
     assert difference(baseline[0][0], result) <= TOLERANCE
     assert any(space["is_private"] for space in driver.stats()["namespaces"])
+    driver.assert_damage_shows(baseline[0][0], PROMPTS[0])
 
 
 def test_other_weights_never_hit(make_engine):
@@ -168,8 +196,6 @@ def test_mla(make_engine):
 
     Its kernels differ from each other by up to 0.06, a wrong context gives entirely other tokens.
     """
-    from tests.vllm.test_modes import damage
-
     tokens = prompt(7, 608)
     alone = make_engine(model="mla", is_alone=True, block_size=16, max_logprobs=20)
     want = alone.generate(tokens, new=1, top=20)
@@ -185,7 +211,7 @@ def test_mla(make_engine):
     assert max(gaps) <= MLA_NOISE
     driver.check()
     for index in range(8):
-        damage(driver, warm.hashes[: index * 4 + 1])
+        driver.damage(warm.hashes[: index * 4 + 1])
     driver.forget_device()
     hurt = driver.generate(tokens, new=1, top=20)
     assert hurt.tokens != want.tokens or len(set(hurt.top) & set(want.top)) < 10
@@ -207,7 +233,13 @@ def test_a_reset_that_preempts_running_requests_changes_no_output(
     driver.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=is_connector_reset)
     (result,) = driver.finish([name])
     assert difference(want[0], result) <= TOLERANCE
-    for tokens, expected in zip(PROMPTS[:2], want, strict=False):
+    cached = []
+    for tokens, expected in zip(PROMPTS[:2], want, strict=True):
         driver.forget_device()
-        assert difference(expected, driver.generate(tokens)) <= TOLERANCE
+        again = driver.generate(tokens)
+        assert difference(expected, again) <= TOLERANCE
+        cached.append(again.cached)
+    # Behind a reset of the connector only what was computed after it is found.
+    assert cached == [896, 0 if is_connector_reset else 896]
     driver.check()
+    driver.assert_damage_shows(want[0], PROMPTS[0])

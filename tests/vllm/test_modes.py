@@ -2,41 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
-
-import numpy as np
 import pytest
 
 from tests.vllm.conftest import PROMPTS
-from tests.vllm.driver import TOLERANCE, difference
-from tierkv.hashing import block_key
-from tierkv.pool import attach_pool
-from tierkv.service.client import Attachment, Client
-from tierkv.types import FRAME_BYTES
+from tests.vllm.driver import DAMAGE_MIN, TOLERANCE, difference
 
 pytestmark = pytest.mark.vllm
-
-
-def damage(driver, prefix: list[bytes]) -> None:
-    """Overwrite the payload of a prefix's last block in the pool, behind the product's back."""
-    from pathlib import Path
-
-    stats = driver.stats()
-    space = max(stats["namespaces"], key=lambda s: s["blocks"])
-    namespace = bytes.fromhex(space["namespace"])
-    client = Client(driver.run_directory / "d.sock", uuid.uuid4().hex, deadline_s=5)
-    client.connect(10)
-    client.attach(Attachment(namespace, space["slot_bytes"], "", False))
-    assert client.wait_attached(namespace, 5)
-    answer = client.lookup(namespace, [block_key(block_hash) for block_hash in prefix])
-    assert len(answer.offsets) == len(prefix)
-    pool = attach_pool(Path(stats["pool"]))
-    start = int(answer.offsets[-1])
-    payload = pool.bytes[start + FRAME_BYTES : start + space["slot_bytes"]]
-    payload[:] = np.frombuffer(payload.tobytes()[::-1], np.uint8)
-    client.release([answer.lease])
-    client.close()
-
 
 MODES = [
     ("step", "async"),
@@ -66,10 +37,10 @@ def test_outputs_are_equal_with_hits_and_change_with_a_damaged_block(
     driver.check()
 
     driver.forget_device()
-    damage(driver, warm[0].hashes[:3])
+    driver.damage(warm[0].hashes[:3])
     hurt = driver.generate(PROMPTS[0])
     assert hurt.cached == 896
-    assert difference(expected[0], hurt) > 100 * TOLERANCE
+    assert difference(expected[0], hurt) > DAMAGE_MIN
     driver.check()
 
 
@@ -86,6 +57,7 @@ def test_equal_prompts_in_one_batch_are_stored_once(make_engine, baseline):
         assert result.cached >= 896
         assert difference(baseline[0][0], result) <= TOLERANCE
     driver.check()
+    driver.assert_damage_shows(baseline[0][0], PROMPTS[0])
 
 
 def test_hashes_and_the_devices_own_hits_are_those_of_vllm_alone(make_engine):
@@ -108,7 +80,7 @@ def test_hashes_and_the_devices_own_hits_are_those_of_vllm_alone(make_engine):
     assert hits_with == hits_without > 0
 
 
-def test_a_salt_keeps_requests_apart(make_engine):
+def test_a_salt_keeps_requests_apart(make_engine, baseline):
     driver = make_engine()
     driver.purge()
     driver.generate(PROMPTS[0], cache_salt="one")
@@ -116,6 +88,7 @@ def test_a_salt_keeps_requests_apart(make_engine):
     assert driver.generate(PROMPTS[0], cache_salt="two").cached == 0
     driver.forget_device()
     assert driver.generate(PROMPTS[0], cache_salt="one").cached == 896
+    driver.assert_damage_shows(baseline[0][0], PROMPTS[0], cache_salt="one")
 
 
 @pytest.mark.parametrize(
@@ -132,6 +105,7 @@ def test_block_sizes(make_engine, baseline, block_size, block_tokens, cached):
     assert difference(baseline[0][0], second) <= TOLERANCE
     assert second.cached == cached
     driver.check()
+    driver.assert_damage_shows(baseline[0][0], PROMPTS[0], blocks=min(3, 1000 // block_tokens))
 
 
 def test_a_hit_may_start_inside_a_block(make_engine, baseline):
@@ -150,3 +124,5 @@ def test_a_hit_may_start_inside_a_block(make_engine, baseline):
     assert result.cached == 896
     assert difference(baseline[0][0], result) <= TOLERANCE
     driver.check()
+    # The damaged block is the very one that the device holds three quarters of.
+    driver.assert_damage_shows(baseline[0][0], PROMPTS[0], blocks=1, device_tokens=100)

@@ -27,6 +27,7 @@ WATCH_PERIOD_S = 2.0
 
 _MISSES = {
     "miss_absent": "not stored",
+    "miss_pending": "on their way, did not come",
     "miss_leases_max": "too many leases",
 }
 _SKIPS = {

@@ -74,7 +74,9 @@ def _one_line(error: ValidationError, source: str) -> str:
             message = f"{path}: unknown key" + (f"; did you mean {near}?" if near else "")
         else:
             text = item["msg"].removeprefix("Value error, ")
-            message = f"{path or 'configuration'}: {text} (got {item['input']!r})"
+            is_group = isinstance(item["input"], Mapping) and item["type"] == "value_error"
+            got = "" if is_group else f" (got {item['input']!r})"  # a group may hold a secret
+            message = f"{path or 'configuration'}: {text}{got}"
         if path not in seen:  # a union reports each of its branches
             messages.append(message)
         seen.add(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -48,6 +49,7 @@ Share = Annotated[
     Field(gt=0, le=1),
     _AS_TEXT,
 ]
+_SECRET = re.compile("secret|token|password|credential|access_key|sas|signature", re.IGNORECASE)
 WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
 
 
@@ -175,9 +177,19 @@ class TierConfig(_Model):
             raise ValueError("a tier of type object needs a url, for example s3://bucket/tierkv")
         if self.type == "memory" and self.capacity == "auto":
             raise ValueError("a tier of type memory needs a capacity, for example 1GiB")
+        if self.type == "object" and self.capacity != "auto":
+            raise ValueError("a tier of type object has no capacity; bound the bucket instead")
+        self._hold_no_secret()
         if self.capacity == 0:
             raise ValueError("capacity must be above 0; remove the tier instead")
         return self
+
+    def _hold_no_secret(self) -> None:
+        """A configuration is told to every client and to the log."""
+        secret = [name for name in self.options if _SECRET.search(name)]
+        if secret or (self.url is not None and "@" in self.url.partition("://")[2].split("/")[0]):
+            where = f"options ({', '.join(secret)})" if secret else "url"
+            raise ValueError(f"{where}: credentials belong into the environment of the daemon")
 
 
 class ServiceConfig(_Model):

@@ -43,6 +43,7 @@ class Cleaner:
         self._due: list[deque[Due]] = [deque() for _ in lanes]
         self._due_bytes = [0 for _ in lanes]
         self._uses: dict[NamespaceId, dict[BlockKey, int]] = {}
+        self._writing: set[tuple[int, NamespaceId, BlockKey | None]] = set()
         self._touched: dict[tuple[int, NamespaceId], list[BlockKey]] = {}
 
     # ---- what happens to blocks ----------------------------------------------------------------
@@ -51,10 +52,8 @@ class Cleaner:
         """Note the debts of blocks that are readable now."""
         if not self._lanes or not space.may_demote:
             return
-        held = self._presence.of(space.id)
-        pairs = [(row, held.get(space.keys[row] or BlockKey(b""), 0)) for row in rows.tolist()]
         for tier, lane in enumerate(self._lanes):
-            missing = [row for row, mask in pairs if not mask & (1 << tier)]
+            missing = [row for row in rows.tolist() if not self._has(space, row, tier)]
             if lane.limits.write_policy == "write_through_selective":
                 continue  # its debts begin with a use
             picked = np.array(missing, np.int32)
@@ -72,13 +71,16 @@ class Cleaner:
         """A block that DRAM gives up was used until now; the tier that has it should know."""
         if not self._lanes or not space.may_demote:
             return
-        held = self._presence.of(space.id)
-        for row in rows.tolist():
-            key = space.keys[row]
-            mask = held.get(key, 0) if key is not None else 0
-            for tier in range(len(self._lanes)):
-                if mask & (1 << tier):
-                    self._touched.setdefault((tier, space.id), []).append(key or BlockKey(b""))
+        for tier, lane in enumerate(self._lanes):
+            if lane.limits.is_indexed:  # others have no order of ours
+                keys = [space.keys[r] for r in rows.tolist() if self._has(space, r, tier)]
+                touched = self._touched.setdefault((tier, space.id), [])
+                touched += [key for key in keys if key is not None]
+                del touched[:-TOUCHES_MAX]
+
+    def _has(self, space: Namespace, row: int, tier: int) -> bool:
+        key = space.keys[row]
+        return key is not None and self._presence.has(space.id, key, tier)
 
     def pay(self, space: Namespace, rows: Rows) -> bool:
         """Write these blocks next, because their extent changes hands."""
@@ -88,13 +90,10 @@ class Cleaner:
             owing = rows[(space.owed[rows] & ~space.moving[rows] & bit) != 0]
             if not len(owing):
                 continue
-            if not lane.is_up:
-                space.settle(owing, int(bit))
-                self._books.counters["writeback_shed"] += len(owing)
-                continue
-            is_paying = True
-            fresh = owing[(space.queued[owing] & bit) == 0]
-            self._queue(tier, space, fresh, is_bounded=False)
+            if lane.is_up:
+                is_paying = True
+                fresh = owing[(space.queued[owing] & bit) == 0]
+                self._queue(tier, space, fresh, is_urgent=True)
         return is_paying
 
     def was_evicted_below(self, space: Namespace, keys: Sequence[BlockKey], tier: int) -> None:
@@ -116,14 +115,14 @@ class Cleaner:
             if lane.limits.write_policy != "write_through_selective":
                 continue
             uses = self._uses.setdefault(space.id, {})
-            held, bit = self._presence.of(space.id), 1 << tier
+            bit = 1 << tier
             ready = []
             for row in rows.tolist():
                 key = space.keys[row] or BlockKey(b"")
                 count = min(uses.pop(key, 0) + 1, 255)
                 uses[key] = count
                 busy = (int(space.owed[row]) | int(space.moving[row])) & bit
-                if count >= lane.limits.hits_min and not busy and not held.get(key, 0) & bit:
+                if count >= lane.limits.hits_min and not busy and not self._has(space, row, tier):
                     ready.append(row)
             most = min(USES_MAX, max(1, (lane.limits.capacity or USES_MAX) // space.slot_bytes))
             for key in list(itertools.islice(uses, max(0, len(uses) - most))):
@@ -139,15 +138,23 @@ class Cleaner:
 
     # ---- the queue of a tier -------------------------------------------------------------------
 
-    def _queue(self, tier: int, space: Namespace, rows: Rows, is_bounded: bool = True) -> None:
-        """Let owed blocks wait for a write thread; beyond `backlog_max` their debt is shed."""
+    def _queue(self, tier: int, space: Namespace, rows: Rows, is_urgent: bool = False) -> None:
+        """Let owed blocks wait for a write thread; beyond `backlog_max` their debt is shed.
+
+        Args:
+            is_urgent: in front of all others, and without a bound.
+        """
         bit = 1 << tier
         room = self._lanes[tier].limits.backlog_max - self._due_bytes[tier]
-        most = max(0, room // space.slot_bytes) if is_bounded else len(rows)
+        most = len(rows) if is_urgent else max(0, room // space.slot_bytes)
         kept, shed = rows[:most], rows[most:]
         space.queued[kept] |= np.uint8(bit)
         serials = space.serial[kept].tolist()
-        self._due[tier].extend(zip(itertools.repeat(space), kept.tolist(), serials, strict=False))
+        due = list(zip(itertools.repeat(space), kept.tolist(), serials, strict=False))
+        if is_urgent:
+            self._due[tier].extendleft(reversed(due))
+        else:
+            self._due[tier].extend(due)
         self._due_bytes[tier] += len(kept) * space.slot_bytes
         if len(shed):
             space.settle(shed, bit)
@@ -160,6 +167,7 @@ class Cleaner:
         due, bit = self._due[tier], np.uint8(1 << tier)
         space: Namespace | None = None
         rows: list[int] = []
+        later: list[Due] = []
         while due:
             owner, row, serial = due[0]
             if space is not None and (
@@ -169,26 +177,37 @@ class Cleaner:
             due.popleft()
             self._due_bytes[tier] -= owner.slot_bytes
             is_same = owner.serial[row] == serial and bool(owner.queued[row] & bit)
-            if is_same and owner.state[row] == State.RESIDENT and owner.owed[row] & bit:
+            is_owed = is_same and owner.state[row] == State.RESIDENT and owner.owed[row] & bit
+            if is_owed and (tier, owner.id, owner.keys[row]) in self._writing:
+                later.append((owner, row, serial))  # an older block of this name is being written
+                continue
+            if is_owed and self._has(owner, row, tier):
+                owner.settle(np.array([row], np.int32), int(bit))  # another row brought it there
+            elif is_owed:
                 space = owner
                 rows.append(row)
             if is_same:
                 owner.queued[row] &= np.uint8(0xFF ^ int(bit))
+        due.extend(later)
+        self._due_bytes[tier] += sum(owner.slot_bytes for owner, _, _ in later)
         if space is None:
             return None
         picked = np.array(rows, np.int32)
         space.pin(picked)
         space.moving[picked] |= bit
         self._books.counters["blocks_demoting"] += len(rows)
-        return self._factory.on_rows(Op.WRITE, tier, space, picked)
+        work = self._factory.on_rows(Op.WRITE, tier, space, picked)
+        self._writing.update((tier, space.id, key) for key in work.job.keys)
+        return work
 
     def next_touch(self) -> Work | None:
         """Blocks that DRAM gave up lately, for a tier's own recency."""
         while self._touched:
             tier, namespace = next(iter(self._touched))
-            keys = self._touched.pop((tier, namespace))[-TOUCHES_MAX:]
+            keys = self._touched.pop((tier, namespace))
             space = self._books.spaces.get(namespace)
-            if space is not None and self._lanes[tier].is_up:
+            lane = self._lanes[tier]
+            if space is not None and keys and lane.is_up and not lane.has_waiting(Op.TOUCH):
                 return self._factory.on_keys(Op.TOUCH, tier, space, keys)
         return None
 
@@ -202,28 +221,35 @@ class Cleaner:
             has_room = self._books.extents.free_units >= space.units_per_extent
             tail = int(np.ceil(limits.clean_tail * space.slots)) - len(space.free)
             is_due = space.changed >= max(1, space.slots // CHANGED_SHARE)
+            if not is_due:
+                continue
             if is_full:
-                self._pick(space, SCANNED_MAX, self._factory.keys_per_job(space.slot_bytes))
-            elif is_due and tail > 0 and not has_room:
+                space.changed = 0
+                excess = space.dirty - int(limits.dirty_max * space.slots)
+                batch = self._factory.keys_per_job(space.slot_bytes)
+                self._pick(space, SCANNED_MAX, max(batch, excess))
+            elif tail > 0 and not has_room:
                 space.changed = 0
                 self._pick(space, min(tail, SCANNED_MAX), SCANNED_MAX)
 
     def _pick(self, space: Namespace, scan: int, most: int) -> None:
         """Queue the coldest owed blocks among the first `scan` of the order."""
         cold: list[int] = []
-        owed = space.owed.data
+        owed, queued, moving = space.owed.data, space.queued.data, space.moving.data
+        up = sum(1 << tier for tier, lane in enumerate(self._lanes) if lane.is_up)
         for row in itertools.islice(space.policy.candidates(), scan):
-            if owed[row]:
+            if owed[row] & up & ~(queued[row] | moving[row]):
                 cold.append(row)
                 if len(cold) == most:
                     break
         self._queue_owed(space, np.array(cold, np.int32))
 
-    def _queue_owed(self, space: Namespace, rows: Rows) -> None:
-        for tier in range(len(self._lanes)):
+    def _queue_owed(self, space: Namespace, rows: Rows, only_durable: bool = False) -> None:
+        for tier, lane in enumerate(self._lanes):
             bit = np.uint8(1 << tier)
             free = ~(space.queued[rows] | space.moving[rows])
-            self._queue(tier, space, rows[(space.owed[rows] & free & bit) != 0], is_bounded=False)
+            if lane.is_up and (lane.limits.is_durable or not only_durable):
+                self._queue(tier, space, rows[(space.owed[rows] & free & bit) != 0])
 
     # ---- ends ----------------------------------------------------------------------------------
 
@@ -231,7 +257,7 @@ class Cleaner:
         """Writes of some keys of a job ended.
 
         Returns:
-            Keys that were purged meanwhile and are in the tier now: drop them there.
+            Keys that were purged meanwhile and may be in the tier now: drop them there.
         """
         space, rows, tier = work.space, work.rows, work.job.tier
         assert space is not None, "a write has a namespace"
@@ -241,6 +267,7 @@ class Cleaner:
         space.moving[ended] &= np.uint8(0xFF ^ (1 << tier))
         space.settle(ended, 1 << tier)
         space.unpin(ended)
+        self._writing.difference_update((tier, space.id, key) for key in keys)
         good = [key for key, o in zip(keys, outcomes, strict=True) if o is Outcome.OK]
         counters, name = self._books.counters, self._lanes[tier].limits.name
         counters["blocks_demoted"] += len(good)
@@ -248,9 +275,9 @@ class Cleaner:
         for outcome in outcomes:
             if outcome is not Outcome.OK:
                 counters["demote_full" if outcome is Outcome.FULL else "demote_failed"] += 1
-        if work.is_void:
-            self._presence.remove(space.id, good, tier)
-            return good
+        if work.is_void:  # a failed write may have got there all the same
+            self._presence.remove(space.id, keys, tier)
+            return list(keys)
         if not self._lanes[tier].limits.is_indexed:
             self._presence.add(space.id, good, tier)
         return []
@@ -262,11 +289,13 @@ class Cleaner:
         for space in self._books.spaces.values():
             if space.dirty:
                 rows = np.fromiter(space.policy.candidates(), np.int32)[::-1]
-                self._queue_owed(space, rows)
+                self._queue_owed(space, rows, only_durable=True)
 
     def unflushed(self) -> int:
-        """Blocks that a durable tier has not got yet."""
-        mask = sum(1 << t for t, lane in enumerate(self._lanes) if lane.limits.is_durable)
+        """Blocks that a durable tier has not got yet; tiers that are down are past hope."""
+        mask = sum(
+            1 << t for t, lane in enumerate(self._lanes) if lane.limits.is_durable and lane.is_up
+        )
         return sum(
             int(np.count_nonzero((s.owed | s.moving) & np.uint8(mask)))
             for s in self._books.spaces.values()

@@ -85,6 +85,7 @@ class Directory:
             if space.private_to not in (None, engine):
                 return "this layout is private to another engine"
             space.users.add(engine)
+            space.block_tokens = space.block_tokens or block_tokens
             return None
         if len(self.spaces) >= NAMESPACES_MAX and not self._drop_unused_space():
             return f"{NAMESPACES_MAX} layouts are in use; purge those you no longer need"
@@ -124,6 +125,7 @@ class Directory:
         for lease in list(known.leases.values()):
             if lease.is_write:
                 self.books.doom(lease.space, self._filling(lease))
+                self.tiering.advance(lease.space)
 
     def end_engine(self, engine: EngineId) -> None:
         """No process of the engine can touch the pool any more: all its leases end."""
@@ -266,6 +268,7 @@ class Directory:
         for start, end in zip([0, *breaks], [*breaks, len(rows)], strict=True):
             self._publish(space, rows[start:end], ok[start:end])
         self._end_lease(lease)
+        self.tiering.advance(space)
 
     # ---- removal -------------------------------------------------------------------------------
 
@@ -406,4 +409,5 @@ class Directory:
             space.start_draining(extent, 0.0)
         self.books.handover.continue_draining(space)
         del self.spaces[space.id]
+        self.tiering.cleaner.forget_uses(space.id)
         return True

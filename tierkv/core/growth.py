@@ -68,7 +68,10 @@ class Growth:
                     if source:
                         lease.joined_from[row] = source
                 else:
-                    self.stop(lease, lease.growing.index(row))
+                    place = lease.growing.index(row)
+                    lost = len(lease.growing) - place + len(lease.unknown)
+                    self._counters["miss_pending"] += lost
+                    self.stop(lease, place)
         for lease_id in woken:
             self.advance(self._leases[lease_id])
 

@@ -58,7 +58,7 @@ class Handover:
         self._now = now
         if space.units + space.units_per_extent > self._share(space, now):
             return
-        if now < space.ask_again_at or any(s.draining() for s in self._spaces.values()):
+        if now < space.ask_again_at or self._is_draining(now):
             return
         space.ask_again_at = now + ASK_PAUSE_S
         owners = {id(e): s for s in self._spaces.values() for e in s.extents}
@@ -74,24 +74,36 @@ class Handover:
         for extent in best[1] if best is not None else []:
             owner = owners[id(extent)]
             owner.start_draining(extent, now)
-            self.continue_draining(owner)
+            self.continue_draining(owner, True)
+
+    def _is_draining(self, now: float) -> bool:
+        """Whether an extent is changing hands; one that is stuck, by a pin, does not count."""
+        return any(
+            now < extent.draining_since + DRAIN_WAIT_S
+            for space in self._spaces.values()
+            for extent in space.draining()
+        )
 
     def tick(self, now: float) -> None:
         """Go on with extents that waited for their blocks to be written."""
         self._now = now
         for space in list(self._spaces.values()):
-            self.continue_draining(space)
+            self.continue_draining(space, True)
 
-    def continue_draining(self, space: Namespace) -> None:
+    def continue_draining(self, space: Namespace, may_drop: bool = False) -> None:
         """Drop what may be dropped from draining extents; free those that are empty.
 
         Blocks that are being read or written lose their names at once and their slots later. With
         a block go those that no lookup could reach without it, wherever they lie.
+
+        Args:
+            may_drop: look for blocks to drop, which costs time in the number of blocks; otherwise
+                only see whether an extent is empty by now.
         """
         for extent in space.draining():
             inside = np.arange(extent.first_row, extent.first_row + extent.rows, dtype=np.int32)
             here = inside[space.state[inside] == State.RESIDENT]
-            if len(here):
+            if len(here) and may_drop:
                 self._drop(space, here, self._now >= extent.draining_since + DRAIN_WAIT_S)
             if space.is_drained(extent):
                 space.drop_extent(extent)

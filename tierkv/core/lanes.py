@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from tierkv.core.eviction.base import Rows
 from tierkv.core.namespace import Namespace
 from tierkv.core.values import Job, Op, TierLimits
-from tierkv.types import LeaseId
+from tierkv.types import LeaseId, Outcome
 
 HUNG_DEADLINES = 3
 FAILURES_MAX = 3
 PAUSE_MIN_S = 1.0
 PAUSE_MAX_S = 30.0
 HUNG_READS_MAX = 32
+TASK_SECONDS_MAX = 3_600.0
 _UNBOUNDED = (Op.PURGE, Op.CHECK)  # walks of a whole store have no deadline
 
 
@@ -32,9 +33,10 @@ class Work:
     """A job and what the core must know when it ends.
 
     Attributes:
-        rows, serials: the slots of its keys, in order, and their use when the job was made.
+        rows: the slots of its keys, in order.
         run, first: for a READ the promotion that it belongs to, and the place of its keys in it.
-        lease: for a PROBE whose question it is.
+        lease, first: for a PROBE whose question it is, and the place of its keys in it.
+        said: for a PROBE what was answered so far.
         task: for a PURGE or CHECK whose work it is.
         done: keys with an outcome.
         epoch: the process that it was handed to.
@@ -45,10 +47,10 @@ class Work:
     job: Job
     space: Namespace | None
     rows: Rows | None = None
-    serials: Rows | None = None
     run: object = None
     first: int = 0
     lease: LeaseId = field(default=LeaseId(0))
+    said: list[Outcome] = field(default_factory=list)
     task: int = 0
     done: int = 0
     epoch: int = 0
@@ -106,10 +108,14 @@ class Lanes:
         else:
             self._waiting[self._is_read(work)].append(work)
 
-    def _busy(self, is_read: bool) -> int:
+    def _hangs(self, work: Work, now: float) -> bool:
+        """Whether an operation takes longer than it may; waiting for a thread does not count."""
+        return now - work.began_at >= self.limits.deadline_s
+
+    def _busy(self, is_read: bool, now: float) -> int:
         return sum(
-            self._is_read(w) is is_read and w.epoch == self.epoch and not (is_read and w.is_late)
-            for w in self._running.values()
+            self._is_read(w) is is_read and not (is_read and self._hangs(w, now))
+            for w in self.running_here()
             if w.job.op not in _UNBOUNDED
         )
 
@@ -117,7 +123,7 @@ class Lanes:
         """Write jobs that could begin now."""
         if not self.is_up or self.writes.is_paused(now):
             return 0
-        return self.limits.write_threads - self._busy(False) - len(self._waiting[False])
+        return self.limits.write_threads - self._busy(False, now) - len(self._waiting[False])
 
     def take(self, now: float) -> list[Job]:
         """Jobs to hand to the process now."""
@@ -126,7 +132,7 @@ class Lanes:
         begun: list[Work] = []
         for is_read, threads in ((True, self.limits.read_threads),
                                  (False, self.limits.write_threads)):  # fmt: skip
-            room = threads - self._busy(is_read)
+            room = threads - self._busy(is_read, now)
             queue = self._waiting[is_read]
             while queue and room > 0:
                 begun.append(queue.popleft())
@@ -161,6 +167,7 @@ class Lanes:
         """Jobs whose deadline passed: (still running, never begun; those are forgotten).
 
         A load is late when its asker has waited for the deadline, a write when it has run for it.
+        Only what has run for the deadline speaks against the tier; see `is_failing`.
         """
         deadline = self.limits.deadline_s
         running = []
@@ -176,13 +183,32 @@ class Lanes:
             waiting.append(queue.popleft())
         return running, waiting
 
+    def is_failing(self, work: Work, now: float) -> bool:
+        """Whether a late job is late because of the tier and not for want of a thread."""
+        return work.began_at > 0 and self._hangs(work, now)
+
     def is_hung(self, now: float) -> bool:
         """Whether the process should be killed and replaced."""
         limit = HUNG_DEADLINES * self.limits.deadline_s
-        here = [w for w in self.running_here() if w.job.op not in _UNBOUNDED]
-        return any(now - w.began_at >= limit for w in here) or (
-            sum(w.is_late and self._is_read(w) for w in here) >= HUNG_READS_MAX
+        here = self.running_here()
+        bounded = [w for w in here if w.job.op not in _UNBOUNDED]
+        return (
+            any(now - w.began_at >= limit for w in bounded)
+            or any(now - w.began_at >= TASK_SECONDS_MAX for w in here)
+            or sum(self._hangs(w, now) and self._is_read(w) for w in bounded) >= HUNG_READS_MAX
         )
+
+    def has_waiting(self, op: Op) -> bool:
+        """Whether a job of this kind waits for a thread."""
+        return any(w.job.op is op for w in self._waiting[op in (Op.READ, Op.PROBE)])
+
+    def drop_reads(self, run: object, first: int) -> list[Work]:
+        """Forget reads that have not begun, of a run that is cut at `first`."""
+        queue = self._waiting[True]
+        dropped = [w for w in queue if w.run is run and w.first >= first]
+        if dropped:
+            self._waiting[True] = deque(w for w in queue if w not in dropped)
+        return dropped
 
     def lose_process(self) -> list[Work]:
         """The process ends or is being killed: its jobs, which still own their slots."""
@@ -200,3 +226,7 @@ class Lanes:
         dropped = [w for w in self._tasks if w.asked_at <= asked_before]
         self._tasks = deque(w for w in self._tasks if w.asked_at > asked_before)
         return dropped
+
+    def waiting_writes(self, asked_before: float) -> list[Work]:
+        """Writes and drops that wait since then or longer."""
+        return [w for w in self._waiting[False] if w.asked_at <= asked_before]

@@ -195,6 +195,7 @@ class Namespace:
 
     def place(self, key: BlockKey, parent: int) -> int:
         """Give a free slot to a key; the caller sets its state and pins it."""
+        assert key not in self.index, "a key has one row"
         row = self.free.pop()
         self.index[key] = row
         self.keys[row] = key

@@ -82,13 +82,21 @@ class Promoter:
     def may_have(self, space: Namespace, key: BlockKey, now: float) -> bool:
         """Whether some tier has a block, or may have it."""
         usable, asked = self._usable(space, now)
-        return bool(asked or self._presence.of(space.id).get(key, 0) & usable)
+        return bool(asked or self._presence.mask(space.id, key) & usable)
 
-    def extend(self, lease: Lease, before: int, keys: Sequence[BlockKey], now: float) -> None:
+    def extend(
+        self,
+        lease: Lease,
+        before: int,
+        keys: Sequence[BlockKey],
+        now: float,
+        first_tier: int = 0,
+    ) -> None:
         """Let a lease grow over blocks that tiers hold, and ask about those that they may hold.
 
         Args:
             before: row of the predecessor of `keys[0]`; 0 if there is none.
+            first_tier: those above were asked about the first unknown key already.
         """
         space = lease.space
         keys = list(keys)
@@ -96,15 +104,21 @@ class Promoter:
         before = joined or before
         usable, asked = self._usable(space, now)
         tiers = self._leading(space, keys, usable)
-        unknown = keys[len(tiers) :] if asked else []
-        if not unknown and not self._is_worth_it(space, tiers):
-            self._books.counters["promote_too_short"] += len(tiers)
+        behind = keys[len(tiers) :] if asked else []
+        if behind and behind[0] in space.index:
+            behind = []  # it is here, behind another predecessor than ours
+        if not self._is_worth_it(space, tiers):
+            if behind:  # what follows may make it worth it
+                lease.unknown = keys
+                self._ask(lease, len(tiers), first_tier, now)
+            else:
+                self._books.counters["promote_too_short"] += len(tiers)
             return
         if tiers and self._start(lease, before, keys, tiers, now) < len(tiers):
             return  # no room for more
-        if unknown:
-            lease.unknown = unknown
-            self._ask(lease, 0, now)
+        if behind:
+            lease.unknown = behind
+            self._ask(lease, 0, first_tier, now)
 
     def _join_present(self, lease: Lease, before: int, keys: list[BlockKey]) -> int:
         """Take the leading keys that are in DRAM or on their way by now; the last one's row."""
@@ -120,12 +134,14 @@ class Promoter:
         return rows[-1] if rows else 0
 
     def _leading(self, space: Namespace, keys: Sequence[BlockKey], usable: int) -> list[int]:
-        """Per leading key that is known to be below: the fastest tier that has it."""
-        held = self._presence.of(space.id)
+        """Per leading key that is known to be below: the fastest tier that has it.
+
+        A key that is listed in DRAM behind another predecessor ends the run: it has its row.
+        """
         found = []
         for key in keys:
-            mask = held.get(key, 0) & usable
-            if not mask:
+            mask = self._presence.mask(space.id, key) & usable
+            if not mask or key in space.index:
                 break
             found.append((mask & -mask).bit_length() - 1)
         return found
@@ -162,16 +178,21 @@ class Promoter:
 
     # ---- probes --------------------------------------------------------------------------------
 
-    def _ask(self, lease: Lease, first_tier: int, now: float) -> None:
-        """Ask the next tier that may hold what a lease does not know; none left: it is a miss."""
+    def _ask(self, lease: Lease, first: int, first_tier: int, now: float) -> None:
+        """Ask the next tier that may hold what a lease does not know; none left: it is a miss.
+
+        Args:
+            first: place in `lease.unknown` of the first key that is asked about.
+        """
         _, asked = self._usable(lease.space, now)
         for tier in range(first_tier, len(self._lanes)):
             if asked & (1 << tier):
-                keys = lease.unknown[:PROBE_KEYS_MAX]
+                keys = lease.unknown[first : first + PROBE_KEYS_MAX]
                 work = self._factory.on_keys(Op.PROBE, tier, lease.space, keys)
-                work.lease = lease.id
+                work.lease, work.first = lease.id, first
                 self._lanes[tier].put(work, now)
                 return
+        self._books.counters["miss_absent"] += len(lease.unknown)
         lease.unknown = []
 
     def probe_ended(self, work: Work, outcomes: Sequence[Outcome], now: float) -> None:
@@ -182,16 +203,20 @@ class Promoter:
         if not work.is_void:
             self._presence.add(space.id, present, work.job.tier)
         lease = self._books.leases.get(work.lease)
-        if lease is None or lease.unknown[: len(keys)] != list(keys):
+        first = work.first
+        if work.is_late and outcomes:
+            return  # it was taken for a no when its deadline passed
+        if lease is None or lease.unknown[first : first + len(keys)] != list(keys):
             return
         if present and present[0] == keys[0]:
             rest, lease.unknown = lease.unknown, []
             last = lease.growing[-1] if lease.growing else 0
             if not last and len(lease.rows):
                 last = int(lease.rows[-1])
-            self.extend(lease, last, rest, now)
+            is_cut = len(present) < len(keys)
+            self.extend(lease, last, rest, now, work.job.tier + 1 if is_cut else 0)
         else:
-            self._ask(lease, work.job.tier + 1, now)
+            self._ask(lease, first, work.job.tier + 1, now)
         self._books.growth.advance(lease)
 
     # ---- ends ----------------------------------------------------------------------------------
@@ -210,12 +235,23 @@ class Promoter:
                 continue
             if outcome is not Outcome.OK:
                 self._books.counters[f"promote_{outcome.name.lower()}"] += 1
-                self._presence.remove(space.id, [key], work.job.tier)
+                self._note_absence(work, key, outcome)
             elif work.is_late and not work.is_void:
                 self._presence.add(space.id, [key], work.job.tier)  # slow, yet there
             self._fail(run, index)
             self._let_go(run, row)
-        self._advance(space)
+        self.advance(space)
+
+    def _note_absence(self, work: Work, key: BlockKey, outcome: Outcome) -> None:
+        """Nobody should read a bad block again.
+
+        A read that merely failed says nothing about an indexed tier: if the block is gone, the tier
+        tells it. A process that is gone says nothing about what its successor holds.
+        """
+        lane = self._lanes[work.job.tier]
+        is_told = outcome is Outcome.FAILED and lane.limits.is_indexed
+        if work.space is not None and work.epoch == lane.epoch and not is_told:
+            self._presence.remove(work.space.id, [key], work.job.tier)
 
     def read_is_late(self, work: Work, has_begun: bool) -> None:
         """The deadline of a read passed: a miss at once. Its slots stay until it has ended."""
@@ -229,7 +265,7 @@ class Promoter:
         if not has_begun:
             for place in range(work.done, len(work.job.keys)):
                 self._let_go(run, int(run.rows[work.first + place]))
-        self._advance(space)
+        self.advance(space)
 
     def _fail(self, run: PromotedRun, index: int) -> None:
         """Cut a run: what lies from `index` on will not become readable through it."""
@@ -242,6 +278,10 @@ class Promoter:
         self._books.doom(run.space, rest[is_here])
         for row in arrived.tolist():
             self._let_go(run, row)
+        for tier in set(run.tiers):
+            for work in self._lanes[tier].drop_reads(run, index):
+                for place in range(len(work.job.keys)):
+                    self._let_go(run, int(run.rows[work.first + place]))
 
     def _let_go(self, run: PromotedRun, row: int) -> None:
         """No read touches this slot any more."""
@@ -251,7 +291,7 @@ class Promoter:
         if run.held == 0:
             self.runs.remove(run)
 
-    def _advance(self, space: Namespace) -> None:
+    def advance(self, space: Namespace) -> None:
         """Publish what may be published, in all runs of a namespace, until nothing moves."""
         has_moved = True
         while has_moved:
@@ -267,7 +307,7 @@ class Promoter:
         space, first = run.space, run.published
         parent = int(space.parent[run.rows[first]])
         is_same = space.serial[parent] == space.parent_serial[run.rows[first]]
-        if is_same and space.state[parent] == State.PROMOTING:
+        if is_same and space.state[parent] in (State.PROMOTING, State.FILLING):
             return False
         end = first + 1
         while end < run.end and run.arrived[end] and run.tiers[end] == run.tiers[first]:

@@ -19,7 +19,7 @@ from tierkv.core.books import Books
 from tierkv.core.demotion import Cleaner
 from tierkv.core.lanes import Lanes, Work
 from tierkv.core.leases import Lease
-from tierkv.core.namespace import State
+from tierkv.core.namespace import Namespace, State
 from tierkv.core.presence import Presence
 from tierkv.core.promotion import PromotedRun, Promoter
 from tierkv.core.values import Job, Op, TaskEnded, TierLimits
@@ -65,6 +65,16 @@ class TieringManager:
         self._tasks: dict[int, Task] = {}
         self._task_count = 0
         books.watcher = self.cleaner
+
+    @property
+    def tasks(self) -> int:
+        """Purges and checks that have not ended."""
+        return len(self._tasks)
+
+    def advance(self, space: Namespace) -> None:
+        """A block of an engine came or went: what was read behind it may be readable now."""
+        if self.promoter.runs:
+            self.promoter.advance(space)
 
     @property
     def names(self) -> list[str]:
@@ -119,8 +129,12 @@ class TieringManager:
         match work.job.op:
             case Op.READ:
                 self.promoter.read_ended(work, at, outcomes)
-            case Op.PROBE if is_done:
-                self.promoter.probe_ended(work, outcomes, now)
+            case Op.PROBE:
+                work.said += outcomes
+                if is_done:
+                    self.promoter.probe_ended(work, work.said, now)
+            case Op.DROP if any(outcome is not Outcome.OK for outcome in outcomes):
+                self._note_problem(work, "a purged block could not be dropped")
             case Op.WRITE:
                 drops = self.cleaner.write_ended(work, at, outcomes)
                 if drops and work.space is not None:
@@ -129,15 +143,18 @@ class TieringManager:
             case _:
                 pass
         self._forward_waits(work, followers, is_done)
-        if is_done and work.space is not None:
-            self._books.handover.continue_draining(work.space)
+        if is_done and work.job.op is Op.WRITE and work.space is not None:
+            self._books.handover.continue_draining(work.space, True)
 
     @staticmethod
     def _note_health(lane: Lanes, work: Work, outcomes: Sequence[Outcome], now: float) -> None:
-        health = lane.reads if work.job.op in (Op.READ, Op.PROBE) else lane.writes
-        if work.job.op in (Op.READ, Op.PROBE, Op.WRITE) and not work.is_late:
-            for outcome in outcomes:
-                health.note(outcome not in (Outcome.FAILED, Outcome.FULL), now)
+        if work.job.op not in (Op.READ, Op.PROBE, Op.WRITE) or work.epoch != lane.epoch:
+            return
+        health = lane.writes if work.job.op is Op.WRITE else lane.reads
+        for outcome in outcomes:
+            is_ok = outcome not in (Outcome.FAILED, Outcome.FULL)
+            if is_ok or not work.is_late:  # a late failure was counted when it was late
+                health.note(is_ok, now)
 
     def store_ended(
         self, tier: int, job_id: int, count: int, problems: Sequence[str], now: float
@@ -212,7 +229,7 @@ class TieringManager:
         if lane.limits.is_indexed:
             self.presence.clear(tier)  # the next process tells it anew
         self.promoter.known_whole[tier] = False
-        self._fail_tasks(tier, lane.drop_tasks(now))
+        self._fail_tasks(lane.drop_tasks(now))
         return epoch
 
     def process_gone(self, tier: int, epoch: int, now: float) -> None:
@@ -220,7 +237,7 @@ class TieringManager:
         for work in self.lanes[tier].of_epoch(epoch):
             if work.job.op in (Op.PURGE, Op.CHECK):
                 self.lanes[tier].end(work)
-                self._fail_tasks(tier, [work])
+                self._fail_tasks([work])
             else:
                 self._give_up(work, now)
 
@@ -230,14 +247,15 @@ class TieringManager:
 
     def tick(self, now: float) -> None:
         """Deadlines. Call it several times per second."""
-        for tier, lane in enumerate(self.lanes):
+        for lane in self.lanes:
             running, waiting = lane.newly_late(now)
             for work in running:
                 self._is_late(lane, work, True, now)
             for work in waiting:
                 self._is_late(lane, work, False, now)
             if not lane.is_up:
-                self._fail_tasks(tier, lane.drop_tasks(now - TASK_WAIT_S))
+                self._fail_tasks(lane.drop_tasks(now - TASK_WAIT_S))
+                self._fail_tasks(lane.waiting_writes(now - TASK_WAIT_S))
         self._books.handover.tick(now)
 
     def _is_late(self, lane: Lanes, work: Work, has_begun: bool, now: float) -> None:
@@ -246,10 +264,10 @@ class TieringManager:
             self.promoter.read_is_late(work, has_begun)
         elif work.job.op is Op.PROBE:
             self.promoter.probe_ended(work, [], now)
-        if has_begun:
+        if has_begun and lane.is_failing(work, now):
             health = lane.reads if work.job.op in (Op.READ, Op.PROBE) else lane.writes
             health.note(False, now)
-        else:
+        if not has_begun:
             self._forward_waits(work, [], True)
 
     def hung(self, now: float) -> list[int]:
@@ -317,12 +335,17 @@ class TieringManager:
         task.waits.add(work.job.id)
         self.lanes[work.job.tier].put(work, now)
 
-    def _fail_tasks(self, tier: int, works: Sequence[Work]) -> None:
+    def _fail_tasks(self, works: Sequence[Work]) -> None:
         for work in works:
-            task = self._tasks.get(work.task)
-            if task is not None:
-                task.problems.append(f"{self.lanes[tier].limits.name} does not answer")
+            self._note_problem(work, "does not answer")
             self._forward_waits(work, [], True)
+
+    def _note_problem(self, work: Work, text: str) -> None:
+        """Tell those who wait for a job, once each."""
+        problem = f"{self.lanes[work.job.tier].limits.name}: {text}"
+        for task in self._tasks.values():
+            if work.job.id in task.waits and problem not in task.problems:
+                task.problems.append(problem)
 
     def _forward_waits(self, work: Work, followers: Sequence[Work], is_done: bool) -> None:
         """Whoever waits for a job waits for what follows from it, too."""

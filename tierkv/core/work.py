@@ -42,7 +42,7 @@ class WorkFactory:
         assert len(keys) == len(rows), "every moved slot has a key"
         offsets = tuple(space.offset[rows].tolist())
         job = Job(next(self._numbers), tier, op, space.id, space.slot_bytes, keys, offsets)
-        return Work(job, space, rows, space.serial[rows].copy())
+        return Work(job, space, rows)
 
     def on_keys(self, op: Op, tier: int, space: Namespace, keys: Sequence[BlockKey]) -> Work:
         """A job that names blocks and moves nothing."""

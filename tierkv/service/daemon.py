@@ -206,6 +206,7 @@ class Daemon:
             return
         logger.info("flushing: blocks=%d budget=%.1f s", owed, budget_s)
         self.is_stopping = False
+        self.server.is_ending = True
         self.server.directory.may_grant = False
         cleaner.flush()
         end = time.monotonic() + budget_s

@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 PIECE_BYTES_MAX = 4 << 20  # one call of the tier; its outcomes go back at once
 FACTS_PERIOD_S = 1.0
 THREADS_MAX = 128
-PROBLEMS_MAX = 100
+CLOSE_WAIT_S = 0.5
+CLOSE_LOOKS_MAX = 4  # then the store is closed under a call that hangs
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -88,6 +89,8 @@ class IoProcess:
         self._bytes = self._pool.bytes.data
         self._errors = 0
         self._stop = threading.Event()
+        self._idle = threading.Event()
+        self._idle.set()
         self.tier = make(begin.settings)
         self._reads = Threads("read", self._do)
         self._writes = Threads("write", self._do)
@@ -96,7 +99,7 @@ class IoProcess:
     def run(self) -> None:
         """Serve. Returns after `Stop`; ends the process when the daemon is gone."""
         info = self.tier.info
-        self._send(io_wire.Ready(info.is_indexed, info.is_durable, str(info)))
+        self._send(io_wire.Ready(str(info)[: io_wire.TEXT_MAX]))
         threading.Thread(target=self._scan, name="scan", daemon=True).start()
         while True:
             message = io_wire.receive_in_process(self._end)
@@ -107,6 +110,9 @@ class IoProcess:
             if isinstance(message, io_wire.Do):
                 self._accept(message)
         self._stop.set()
+        for _ in range(CLOSE_LOOKS_MAX):
+            if self._idle.wait(CLOSE_WAIT_S):
+                break
         self.tier.close()
         self._tell_changes()
 
@@ -132,6 +138,11 @@ class IoProcess:
             outcomes = self._guarded(job, piece, offsets)
             self._tell_changes()
             self._send(io_wire.Outcomes(job.id, bytes(outcomes)))
+            if job.op == Op.PROBE and Outcome.MISSING in outcomes and first + most < len(names):
+                # The keys are one prefix: nobody can use what lies behind a hole.
+                rest = len(names) - first - most
+                self._send(io_wire.Outcomes(job.id, bytes([Outcome.MISSING] * rest)))
+                return
 
     def _guarded(
         self, job: io_wire.Do, names: list[BlockName], offsets: list[int]
@@ -142,7 +153,9 @@ class IoProcess:
             if offsets and self._pool.generation != self._generation:
                 return [Outcome.FAILED] * len(names)  # another daemon owns the slots by now
             views = [self._bytes[at : at + job.slot_bytes] for at in offsets]
-            return self._call(job.op, names, views)
+            outcomes = self._call(job.op, names, views)
+            assert len(outcomes) == len(names), "one outcome per name"
+            return outcomes
         except TierUnavailableError as error:
             logger.warning("tier op=%s keys=%d: %s", Op(job.op).name, len(names), error)
             return [Outcome.FAILED] * len(names)
@@ -174,18 +187,22 @@ class IoProcess:
                 namespace = NamespaceId(job.namespace) if job.namespace is not None else None
                 count = self.tier.purge(namespace, job.older_than_s)
             else:
-                problems = self.tier.check()[:PROBLEMS_MAX]
+                problems = self.tier.check()[: io_wire.PROBLEMS_MAX]
                 count = self.tier.statistics().get("blocks", 0)
         except Exception as error:
             self._errors += 1
             logger.exception("tier op=%s failed", Op(job.op).name)
             problems = [f"{Op(job.op).name.lower()} failed: {error}"]
         self._tell_changes()
-        self._send(io_wire.Ended(job.id, count, problems))
+        self._send(io_wire.Ended(job.id, count, [p[: io_wire.TEXT_MAX] for p in problems]))
 
     def _count(self, step: int) -> None:
         with self._counting:
             self._in_flight += step
+            if self._in_flight == 0:
+                self._idle.set()
+            else:
+                self._idle.clear()
             self._lock.note_copies(self._in_flight)
 
     # ---- telling -------------------------------------------------------------------------------
@@ -265,7 +282,7 @@ def main(make: Callable[[TierSettings], Tier] = open_tier) -> None:
     try:
         process = IoProcess(end, begin, make)
     except (TierKVError, OSError) as error:
-        io_wire.send(end, io_wire.Broken(str(error)[:4096]))
+        io_wire.send(end, io_wire.Broken(str(error)[: io_wire.TEXT_MAX]))
         return
     process.run()
     os._exit(0)  # threads that hang in the store must not keep the process

@@ -17,8 +17,11 @@ from tierkv.tiers.base import TierSettings
 PACKET_BYTES_MAX = 192 << 10  # below the smallest default of a socket's buffer
 KEYS_MAX = 1_024
 CHANGES_MAX = 1_000
+PROBLEMS_MAX = 100
+TEXT_MAX = 500
 
 Key = Annotated[bytes, msgspec.Meta(max_length=65)]
+Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_MAX)]
 
 
@@ -52,11 +55,9 @@ class Stop(_Packet, frozen=True):
 
 
 class Ready(_Packet, frozen=True):
-    """The store is open. `knows_all`: everything that it holds was or will be told."""
+    """The store is open. `text`: what it is, for the log."""
 
-    is_indexed: bool
-    is_durable: bool
-    text: str
+    text: Text
 
 
 class Scanned(_Packet, frozen=True):
@@ -66,7 +67,7 @@ class Scanned(_Packet, frozen=True):
 class Broken(_Packet, frozen=True):
     """The store cannot be opened; the process ends."""
 
-    message: Annotated[str, msgspec.Meta(max_length=4096)]
+    message: Text
 
 
 class Outcomes(_Packet, frozen=True):
@@ -81,7 +82,7 @@ class Ended(_Packet, frozen=True):
 
     job: int
     count: int
-    problems: Annotated[list[str], msgspec.Meta(max_length=100)]
+    problems: Annotated[list[Text], msgspec.Meta(max_length=PROBLEMS_MAX)]
 
 
 class Changed(_Packet, frozen=True):

@@ -27,6 +27,7 @@ Frame = tuple[bytes, bytes]  # (peer identity, message)
 SESSIONS_MAX = 4_096
 ADMINISTRATORS_MAX = 64
 OUTCOMES_KEPT = 1_000
+TASKS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class Server:
         self._old_mappers: dict[EngineId, float | None] = dict.fromkeys(old_mappers)
         self._tasks: dict[int, tuple[bytes, int, bool]] = {}  # -> (peer, its request, a check?)
         self.stores: list[dict[str, int]] = [{} for _ in directory.tiering.lanes]
+        self.is_ending = False  # a stop is flushing: nothing new is granted
         self._out: list[Frame] = []
         directory.may_grant = not self._old_mappers
 
@@ -116,8 +118,11 @@ class Server:
         return self.directory.tiering.take_jobs(now)
 
     def _push_events(self) -> None:
-        for event in self.directory.take_events():
-            self._push(event)
+        events = self.directory.take_events()
+        last = {e.lease: at for at, e in enumerate(events) if isinstance(e, Ready)}
+        for at, event in enumerate(events):
+            if not isinstance(event, Ready) or last[event.lease] == at:  # the last one tells all
+                self._push(event)
 
     # ---- sessions ------------------------------------------------------------------------------
 
@@ -238,7 +243,7 @@ class Server:
                 self._old_mappers[engine] = now
             elif now - since >= self.facts.quarantine_min_s:
                 del self._old_mappers[engine]
-        self.directory.may_grant = not self._old_mappers
+        self.directory.may_grant = not self._old_mappers and not self.is_ending
 
     # ---- messages ------------------------------------------------------------------------------
 
@@ -357,18 +362,23 @@ class Server:
     def _quiesced(self, session: Session, message: wire.Quiesced) -> None:
         if message.generation == self.facts.generation and session.engine is not None:
             self._old_mappers.pop(session.engine, None)
-            self.directory.may_grant = not self._old_mappers
+            self.directory.may_grant = not self._old_mappers and not self.is_ending
 
     def _purge(self, session: Session, message: wire.Purge, now: float) -> None:
         tiering, names = self.directory.tiering, self.directory.tiering.names
-        known = {*self.directory.spaces, *tiering.presence.namespaces()}
+        known = {*self.directory.spaces} | tiering.presence.namespaces()
         target: NamespaceId | None = None
         refusal = None
         if message.namespace:
             matches = [n for n in known if n.hex().startswith(message.namespace)]
             target = matches[0] if matches else None
-            if len(matches) != 1:
+            is_whole = len(message.namespace) == 64
+            if not matches and is_whole and not all(tiering.promoter.known_whole):
+                target = NamespaceId(bytes.fromhex(message.namespace))  # a tier may know it
+            elif len(matches) != 1:
                 refusal = f"{len(matches)} namespaces begin with {message.namespace}"
+        if tiering.tasks >= TASKS_MAX:
+            refusal = f"{TASKS_MAX} purges and checks wait for tiers; try again later"
         for name in message.tiers:
             if name not in ("dram", *names):
                 refusal = f"no tier is named {name}; there are {', '.join(['dram', *names])}"
@@ -390,6 +400,10 @@ class Server:
         except AssertionError as error:
             logger.error("the books are wrong: %s", error)
             self._send(session.peer, wire.Failed(message.seq, "check", str(error)))
+            return
+        if self.directory.tiering.tasks >= TASKS_MAX:
+            text = f"{TASKS_MAX} purges and checks wait for tiers; try again later"
+            self._send(session.peer, wire.Failed(message.seq, "refused", text))
             return
         task = self.directory.tiering.check(now)
         self._tasks[task] = (session.peer, message.seq, True)

@@ -16,6 +16,7 @@ COUNTERS = (
     "blocks_hit",
     "miss_absent",
     "miss_leases_max",
+    "miss_pending",
     "blocks_reserved",
     "blocks_stored",
     "skipped_present",

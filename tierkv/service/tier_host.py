@@ -31,6 +31,7 @@ RESTART_MAX_S = 30.0
 STEADY_S = 60.0  # a process that served this long is started anew at once
 SOCKET_BYTES = 4 << 20
 PACKETS_PER_STEP_MAX = 256
+DYING_MAX = 4  # killed processes of a tier that the system has not ended yet
 STOP_WAIT_S = 5.0
 DEADLINES = {"object": 10.0}
 DEADLINE_S = 2.0
@@ -43,7 +44,7 @@ def limits_of(tier: TierConfig, node: NodeConfig) -> TierLimits:
         name=tier.type,
         write_policy=tier.write_policy or node.write_policy,
         hits_min=tier.hits_min,
-        is_indexed=tier.type != "object",
+        is_indexed=tier.type != "object",  # as the stores themselves say in `TierInfo`
         is_durable=tier.type != "memory",
         capacity=None if tier.capacity == "auto" else tier.capacity,
         read_threads=tier.read_threads,
@@ -149,7 +150,8 @@ class TierHost:
             logger.warning("tier=%s hangs: its I/O process is replaced", self._name(tier))
             self._lose(tier, now)
         for tier, seat in enumerate(self._seats):
-            if seat.serving is None and now >= seat.start_at:
+            has_room = len(seat.dying) < DYING_MAX
+            if seat.serving is None and has_room and now >= seat.start_at:
                 self._start(tier, seat, now)
 
     def hand_out(self, jobs: Sequence[Job], now: float) -> None:
@@ -190,17 +192,29 @@ class TierHost:
         return self._seats[tier].settings.type
 
     def _start(self, tier: int, seat: _Seat, now: float) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
-        with theirs:
-            child = subprocess.Popen(self._command, stdin=theirs.fileno(), close_fds=True, cwd="/")
-        ours.setblocking(False)
-        seat.serving = _Process(child, ours, now)
-        io_wire.send(ours, io_wire.Begin(
-            seat.settings, self._pool, self._generation, self._run_directory
-        ))  # fmt: skip
         seat.start_at = now + seat.pause_s
         seat.pause_s = min(RESTART_MAX_S, seat.pause_s * 2)
+        begin = io_wire.Begin(seat.settings, self._pool, self._generation, self._run_directory)
+        ends: list[socket.socket] = []
+        try:
+            ends += socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours, theirs = ends
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+            ours.setblocking(False)
+            command, number = self._command, theirs.fileno()
+            child = subprocess.Popen(command, stdin=number, close_fds=True, cwd="/")
+        except OSError as error:
+            self._note_problem(tier, f"no I/O process can be started: {error.strerror}")
+            for end in ends:
+                end.close()
+            return
+        theirs.close()
+        seat.serving = _Process(child, ours, now)
+        try:
+            io_wire.send(ours, begin)
+        except OSError:
+            self._lose(tier, now)  # it ended at once
+            return
         logger.info("tier=%s I/O process started: pid=%d", self._name(tier), child.pid)
 
     def _listen(self, tier: int, seat: _Seat, now: float) -> None:
@@ -244,10 +258,15 @@ class TierHost:
                 known = manager.presence.counts[tier]
                 logger.info("tier=%s is known whole: blocks=%d", self._name(tier), known)
             case io_wire.Broken():
-                if message.message != seat.last_problem:
-                    logger.error("tier=%s is off: %s", self._name(tier), message.message)
-                    seat.last_problem = message.message
+                self._note_problem(tier, message.message)
                 self._lose(tier, now)
+
+    def _note_problem(self, tier: int, text: str) -> None:
+        """Say why a tier is off, once per reason."""
+        seat = self._seats[tier]
+        if text != seat.last_problem:
+            logger.error("tier=%s is off: %s", self._name(tier), text)
+            seat.last_problem = text
 
     def _lose(self, tier: int, now: float) -> None:
         """The serving process ended or must end; a new one follows."""

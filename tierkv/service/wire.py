@@ -19,8 +19,8 @@ import numpy.typing as npt
 from tierkv.errors import ProtocolError
 from tierkv.types import BlockKey
 
-VERSION_MIN = 1
-VERSION_MAX = 1
+VERSION_MIN = 2
+VERSION_MAX = 2
 MESSAGE_BYTES_MAX = 16 << 20
 KEYS_MAX = 65_536
 KEY_BYTES_MAX = 65
