@@ -211,6 +211,8 @@ class TieringManager:
         lane = self.lanes[tier]
         lane.is_up = True
         self.promoter.known_whole[tier] = knows_all and lane.limits.is_indexed
+        for space in self._books.spaces.values():
+            space.changed = max(space.changed, space.slots)  # debts to it can be paid now
 
     def process_lost(self, tier: int, now: float) -> int:
         """The process ended, or is about to be killed: nobody waits for its jobs any more.

@@ -265,6 +265,7 @@ class SchedulerHalf:
             return
         lease = answer.lease
         self._owner.pop(lease, None)
+        state.blocks_stored = max(state.blocks_stored, len(answer.offsets))
         self.client.trim(lease, (places[-1]) // per + 1)
         state.loading = lease
         request = state.request.request_id
