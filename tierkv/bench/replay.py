@@ -11,16 +11,18 @@ one commit, as one long prefill would; the tier works again.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tierkv.bench.report import say
-from tierkv.bench.trace import Request, Trace, ids_of
+from tierkv.bench.trace import Request, Trace, ids_of, load_trace
 from tierkv.core.directory import Directory
 from tierkv.core.values import Job, Limits, Op, Ready, Run, TierLimits
 from tierkv.tiers.base import BlockName
@@ -30,7 +32,7 @@ from tierkv.types import BlockKey, EngineId, NamespaceId, Outcome
 
 WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
 EVICTION_POLICIES = ("lru",)
-SLOT_BYTES = 1 << 20  # no byte of it exists; it decides how many blocks one job has
+SLOT_BYTES = 1 << 17  # no byte of it exists; it decides how many blocks one job has
 ROUNDS_MAX = 1 << 20  # of jobs for one request; beyond it the tier never comes to rest
 SAY_EVERY = 1_000
 _BACKLOG_MAX = 1 << 50
@@ -311,3 +313,111 @@ def replay(trace: Trace, setup: Setup) -> Result:
         seconds=time.perf_counter() - began,
         problems=tuple(world.problems),
     )
+
+
+def run(
+    as_json: bool,
+    path: Path,
+    *,
+    dram_share: float,
+    tier_share: float,
+    write_policies: Sequence[str],
+    policy: str = "lru",
+) -> int:
+    """Replay a trace under each write policy, print, and return the exit code.
+
+    Args:
+        dram_share, tier_share: capacities as shares of the trace's unique blocks; no tier for 0.
+        write_policies: one replay each.
+    Returns:
+        1 if something contradicted the model, whatever the figures.
+    Raises:
+        TierKVError: the file is no trace.
+    """
+    trace = load_trace(path)
+    results = [
+        replay(trace, setup_of(trace, dram_share, tier_share, name, policy))
+        for name in write_policies
+    ]
+    is_right = not any(result.problems for result in results)
+    if as_json:
+        print(json.dumps({
+            "trace": trace.name,
+            "requests": len(trace.requests),
+            "blocks_asked": trace.asked,
+            "blocks_unique": trace.unique,
+            "hit_rate_max": round(trace.hits_max / trace.asked, 4),
+            "verified": is_right,
+            "runs": [_tree(result) for result in results],
+        }))  # fmt: skip
+    else:
+        _print(trace, results)
+    return 0 if is_right else 1
+
+
+def setup_of(
+    trace: Trace, dram_share: float, tier_share: float, write_policy: str, policy: str = "lru"
+) -> Setup:
+    """Capacities in blocks, from shares of the trace's unique blocks; at least one each."""
+    dram = max(1, int(trace.unique * dram_share))
+    tier = max(1, int(trace.unique * tier_share)) if tier_share else 0
+    return Setup(dram, tier, write_policy, policy)
+
+
+def _tree(result: Result) -> dict[str, Any]:
+    setup = result.setup
+    return {
+        "policy": setup.policy,
+        "write_policy": setup.write_policy if setup.tier_blocks else None,
+        "dram_blocks": setup.dram_blocks,
+        "tier_blocks": setup.tier_blocks,
+        "hit_rate": round(result.hit_rate, 4),
+        "hits": result.hits,
+        "hits_dram": result.hits_dram,
+        "hits_tier": result.hits_tier,
+        "tier_writes": result.tier_writes,
+        "debts_shed": result.debts_shed,
+        "evicted": result.evicted,
+        "evicted_tier": result.evicted_tier,
+        "skipped_no_room": result.skipped,
+        "seconds": round(result.seconds, 1),
+        "problems": list(result.problems),
+    }
+
+
+def _print(trace: Trace, results: Sequence[Result]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    first = results[0]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for result in results:
+        setup = result.setup
+        table.add_column(setup.write_policy if setup.tier_blocks else "DRAM alone", justify="right")
+    rows: tuple[tuple[str, Callable[[Result], str]], ...] = (
+        ("hit rate", lambda r: f"{r.hit_rate:.4f}"),
+        ("  from DRAM", lambda r: f"{r.hits_dram / r.asked:.4f}"),
+        ("  from the tier", lambda r: f"{r.hits_tier / r.asked:.4f}"),
+        ("written to the tier", lambda r: f"{r.tier_writes:,}"),
+        ("debts shed", lambda r: f"{r.debts_shed:,}"),
+        ("evicted from DRAM", lambda r: f"{r.evicted:,}"),
+        ("evicted from the tier", lambda r: f"{r.evicted_tier:,}"),
+        ("not stored, no slot", lambda r: f"{r.skipped:,}"),
+        ("seconds", lambda r: f"{r.seconds:.1f}"),
+    )
+    for label, text in rows:
+        table.add_row(label, *(text(result) for result in results))
+    print(
+        f"{trace.name}: {len(trace.requests):,} requests, {trace.asked:,} blocks asked, "
+        f"{trace.unique:,} different"
+    )
+    print(
+        f"{first.setup.policy}; DRAM {first.setup.dram_blocks:,} blocks, tier "
+        f"{first.setup.tier_blocks:,} blocks; a cache without bounds hits "
+        f"{trace.hits_max / trace.asked:.4f}"
+    )
+    Console().print(table)
+    wrong = "; ".join(dict.fromkeys(p for result in results for p in result.problems))
+    print(f"WRONG: {wrong}" if wrong else "verified")

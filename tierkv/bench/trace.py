@@ -9,12 +9,12 @@ replay would count hits on other blocks.
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import numpy.typing as npt
@@ -115,7 +115,7 @@ def _lines(path: Path) -> Iterator[bytes]:
         raise TierKVError(f"{path}: cannot be read: {error}") from error
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
