@@ -24,6 +24,7 @@ from tierkv.core.values import Event, Limits, Recall
 from tierkv.types import BlockKey, LeaseId, NamespaceId
 
 VICTIMS_SCANNED_MAX = 65_536
+DEMAND_DECAY = 0.9995  # per demand: what was needed once is half forgotten after 1,400 more
 CLEAN_SCANNED_MIN = 1_024
 CLEAN_SCANNED_PER_VICTIM = 8
 
@@ -160,6 +161,7 @@ class Books:
         Args:
             protected: rows that must stay, and with them their ancestors.
         """
+        space.demand = max(float(need), space.demand * DEMAND_DECAY)
         self.handover.claim(space, need - len(space.free))
         if len(space.free) < need:
             self.handover.ask(space, now)

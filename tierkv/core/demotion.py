@@ -24,6 +24,7 @@ from tierkv.types import BlockKey, NamespaceId, Outcome
 
 SCANNED_MAX = 65_536
 CHANGED_SHARE = 64  # the cleaner looks again after 1/64 of the slots came or went
+BATCHES = 16  # above dirty_max at least 1/16 of the slots are picked at a time
 USES_MAX = 1 << 20
 TOUCHES_MAX = 1_024
 
@@ -95,15 +96,6 @@ class Cleaner:
                 fresh = owing[(space.queued[owing] & bit) == 0]
                 self._queue(tier, space, fresh, is_urgent=True)
         return is_paying
-
-    def was_evicted_below(self, space: Namespace, keys: Sequence[BlockKey], tier: int) -> None:
-        """A tier gave blocks up by itself: what DRAM still has of them is owed again."""
-        if self._lanes[tier].limits.write_policy != "write_back" or not space.may_demote:
-            return
-        found = [row for key in keys if (row := space.index.get(key)) is not None]
-        rows = np.array(found, np.int32)
-        rows = rows[space.state[rows] == State.RESIDENT]
-        space.owe(rows[(space.moving[rows] & np.uint8(1 << tier)) == 0], 1 << tier)
 
     def _count_uses(self, space: Namespace, rows: Rows) -> None:
         """The selective policy: a store and every later use of a prefix count one each.
@@ -219,18 +211,19 @@ class Cleaner:
                 continue
             is_full = space.dirty > limits.dirty_max * space.slots
             has_room = self._books.extents.free_units >= space.units_per_extent
-            tail = int(np.ceil(limits.clean_tail * space.slots)) - len(space.free)
+            # The tail must take the largest demand at once, or debts are shed while others rest.
+            share = max(limits.clean_tail * space.slots, min(space.demand, space.slots))
+            tail = int(np.ceil(share)) - len(space.free)
             is_due = space.changed >= max(1, space.slots // CHANGED_SHARE)
             if not is_due:
                 continue
-            if is_full:
-                space.changed = 0
-                excess = space.dirty - int(limits.dirty_max * space.slots)
-                batch = self._factory.keys_per_job(space.slot_bytes)
-                self._pick(space, SCANNED_MAX, max(batch, excess))
-            elif tail > 0 and not has_room:
-                space.changed = 0
+            space.changed = 0
+            if tail > 0 and not has_room:
                 self._pick(space, min(tail, SCANNED_MAX), SCANNED_MAX)
+            if is_full:
+                excess = space.dirty - int(limits.dirty_max * space.slots)
+                batch = max(self._factory.keys_per_job(space.slot_bytes), space.slots // BATCHES)
+                self._pick(space, SCANNED_MAX, max(batch, excess))
 
     def _pick(self, space: Namespace, scan: int, most: int) -> None:
         """Queue the coldest owed blocks among the first `scan` of the order."""

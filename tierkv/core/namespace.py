@@ -46,6 +46,7 @@ class Namespace:
         moving: tiers that are writing the block now.
         used_at: time of the last use, in the daemon's clock.
         changed: blocks that came or went since the cleaner looked.
+        demand: slots that one request lately needed at once; see `Books.make_room`.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Namespace:
         self.block_tokens = block_tokens
         self.dirty = 0
         self.changed = 0
+        self.demand = 0.0
         self.extents: list[Extent] = []
         self.free: list[int] = []
         self.waiters: dict[int, list[LeaseId]] = {}

@@ -130,18 +130,20 @@ class Store:
         except OSError:
             pass  # recency is worth no error: the next read meets whatever is wrong
 
-    def purge(self, namespace: NamespaceId | None, used_before: float | None) -> int:
-        """Remove the blocks in the books that were not used since then; how many went."""
+    def purge(self, namespace: NamespaceId | None, used_before: float | None) -> tuple[int, int]:
+        """Remove the blocks in the books that were not used since then; (gone, not removable)."""
         with self._lock:
             spaces = self.index.keys(namespace)
-        gone = 0
+        gone = left = 0
         for space, keys in spaces:
             for at in range(0, len(keys), _PURGED_AT_ONCE_MAX):
                 names = [BlockName(space, key) for key in keys[at : at + _PURGED_AT_ONCE_MAX]]
-                gone += self._purge(names, used_before)
-        return gone
+                removed, failed = self._purge(names, used_before)
+                gone += removed
+                left += failed
+        return gone, left
 
-    def _purge(self, names: list[BlockName], used_before: float | None) -> int:
+    def _purge(self, names: list[BlockName], used_before: float | None) -> tuple[int, int]:
         leaving, doomed = [], 0
         with self._lock:
             for name in names:
@@ -155,7 +157,8 @@ class Store:
                     leaving.append(row)
                 else:
                     doomed += was_readable
-        return doomed + sum([self.remove(row) for row in leaving])
+        removed = sum([self.remove(row) for row in leaving])
+        return doomed + removed, len(leaving) - removed
 
     def _unlink(self, row: int) -> None:
         name = self.index.name(row)

@@ -173,7 +173,12 @@ class FsTier(Tier):
         if not self._store.is_complete:
             self._scan.find_all(namespace)
         used_before = None if older_than_s is None else self._store.clock() - older_than_s
-        gone = self._store.purge(namespace, used_before)
+        gone, left = self._store.purge(namespace, used_before)
+        if left:
+            raise TierUnavailableError(
+                f"{self._store.layout.root}: {left} files cannot be removed, {gone} blocks were; "
+                "make them removable and purge again, or they are back after the next start"
+            )
         if namespace is not None and older_than_s is None:
             self._store.layout.remove_folders(namespace)
         return gone
