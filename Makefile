@@ -10,13 +10,13 @@ BIN := .venv/bin
 
 help:
 	@echo "make setup    environment with all that demo and tests need, in $(ENV)"
-	@echo "make demo     a real vLLM on CPU shares one DRAM pool with the next engine"
+	@echo "make demo     a real vLLM on CPU with DRAM and SSD tiers; engine and daemon are killed on the way"
 	@echo "make test     planted bugs, then all tests"
 	@echo "make check    ruff, formatting, mypy --strict"
 	@echo "make mutants  planted bugs only"
-	@echo "make bench    tierkv bench rpc and copy"
+	@echo "make bench    tierkv bench rpc, copy and fs"
 	@echo "make coverage lines and branches that the tests without vLLM reach"
-	@echo "make soak     the state machine with many more examples"
+	@echo "make soak     the state machine with many more examples, traces at more sizes"
 
 setup: $(READY)
 	@ln -sfn $(ENV) .venv
@@ -42,13 +42,15 @@ check: setup
 bench: setup
 	$(BIN)/tierkv bench rpc
 	$(BIN)/tierkv bench copy
+	$(BIN)/tierkv bench fs --path build
 
 coverage: setup
 	$(BIN)/python -m coverage run -m pytest -m "not vllm"
 	$(BIN)/python -m coverage report --skip-covered
 
 soak: setup
-	MACHINE_EXAMPLES=5000 $(BIN)/python -m pytest tests/test_core_machine.py
+	MACHINE_EXAMPLES=3000 $(BIN)/python -m pytest tests/test_core_machine.py
+	TRACES_WHOLE=1 $(BIN)/python -m pytest tests/test_bench_replay.py
 
 clean:
 	rm -rf build .venv .envs

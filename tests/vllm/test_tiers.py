@@ -267,6 +267,7 @@ def test_a_damaged_file_is_a_shorter_hit_and_is_read_once(ssd, baseline, hurt):
     if file.is_dir():
         file.rmdir()
     ssd.wait_written()
+    driver.assert_damage_shows(baseline[0][0], PROMPTS[0])
 
 
 def test_a_promotion_is_submitted_before_the_scheduler_asks(ssd, baseline):
@@ -283,7 +284,7 @@ def test_a_promotion_is_submitted_before_the_scheduler_asks(ssd, baseline):
     (result,) = driver.finish([name])
     assert result.cached == 896
     assert difference(baseline[0][0], result) <= TOLERANCE
-    driver.check()
+    driver.assert_damage_shows(baseline[0][0], PROMPTS[0])
 
 
 def test_a_hung_read_is_a_miss_and_the_process_is_replaced(ssd, baseline):
@@ -305,7 +306,7 @@ def test_a_hung_read_is_a_miss_and_the_process_is_replaced(ssd, baseline):
     ssd.wait_ready()
     ssd.only_on_ssd()
     assert driver.generate(PROMPTS[0]).cached == 896
-    driver.check()
+    driver.assert_damage_shows(baseline[0][0], PROMPTS[0])
 
 
 @pytest.mark.parametrize("fault", ["fail-read", "corrupt-read", "unavailable"])
@@ -323,6 +324,7 @@ def test_a_store_that_fails_costs_hits_only(ssd, baseline, fault):
     again = driver.generate(PROMPTS[0])
     assert again.cached == 896, "DRAM has it"
     assert difference(baseline[0][0], again) <= TOLERANCE
+    driver.assert_damage_shows(baseline[0][0], PROMPTS[0])
 
 
 def test_a_store_that_loses_blocks_costs_hits_only(ssd, baseline):
@@ -334,6 +336,7 @@ def test_a_store_that_loses_blocks_costs_hits_only(ssd, baseline):
     ssd.end_faults()
     result = driver.generate(PROMPTS[0])
     assert (result.cached, difference(baseline[0][0], result) <= TOLERANCE) == (0, True)
+    driver.assert_damage_shows(baseline[0][0], PROMPTS[0])
 
 
 def io_pid(run: Path) -> int:
@@ -358,7 +361,7 @@ def test_an_io_process_that_dies_or_stops_costs_hits_only(ssd, baseline, number)
     again = driver.generate(PROMPTS[0])
     assert again.cached == 896
     assert difference(baseline[0][0], again) <= TOLERANCE
-    driver.check()
+    driver.assert_damage_shows(baseline[0][0], PROMPTS[0])
 
 
 def test_a_killed_daemon_is_started_anew_and_serves_from_ssd(ssd, baseline):
