@@ -6,6 +6,7 @@ import dataclasses
 import socket
 import threading
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -123,7 +124,7 @@ def test_a_missing_block_is_missing(start):
 class Narrow(MemoryTier):
     """Takes two names in a call, and remembers what it was asked."""
 
-    asked: list[int] = []
+    asked: ClassVar[list[int]] = []
 
     @property
     def info(self):
