@@ -297,6 +297,9 @@ def test_a_tier_that_cannot_work_is_refused(tier, text):
         {"options": {"aws_secret_access_key": "SEKRET"}},
         {"options": {"session_Token": "SEKRET"}},
         {"url": "https://user:SEKRET@host/bucket"},
+        {"url": "s3://b/p?X-Amz-Security-Token=SEKRET"},
+        {"options": {"proxy_url": "http://user:SEKRET@proxy"}},
+        {"options": {"sse_customer_key_base64": "SEKRET"}},
     ],
 )
 def test_credentials_are_refused_and_never_repeated(tier):

@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import random
+import resource
 import shutil
 import stat
 import threading
@@ -1635,3 +1636,72 @@ def test_closing_leaves_the_blocks(new_tier, root):
     put_all(tier, [1])
     tier.close()
     assert path_of(root, 1).exists()
+
+
+# ---- shortages of our own process --------------------------------------------------------------
+
+
+class RaisingTransfer(FaultyTransfer):
+    """Raises what no file system raises, as an interpreter without threads does."""
+
+    is_raising = False
+
+    def read(self, file: int, view: memoryview) -> int:
+        if self.is_raising:
+            raise RuntimeError("can't start new thread")
+        return super().read(file, view)
+
+    def write(self, file: int, view: memoryview) -> int:
+        if self.is_raising:
+            raise RuntimeError("can't start new thread")
+        return super().write(file, view)
+
+
+def test_whatever_is_raised_no_block_stays_pinned_and_no_byte_stays_taken(new_tier, root, clock):
+    transfer = RaisingTransfer()
+    tier = new_tier(blocks=2, transfer=transfer)
+    put_all(tier, [1, 2], clock)
+    transfer.is_raising = True
+    for call in (get, put):
+        with pytest.raises(RuntimeError):
+            call(tier, 1 if call is get else 3)
+    transfer.is_raising = False
+    assert tier.check() == []
+    put_all(tier, [4, 5], clock)
+    assert has(tier, [4, 5]) == [4, 5]
+    assert tier.statistics()["blocks"] == 2
+
+
+def test_a_scan_that_ran_out_of_descriptors_begins_again(new_tier, root, clock):
+    """Blocks that it did not find would not count against the capacity."""
+    first = new_tier(blocks=8)
+    put_all(first, range(8), clock)
+    first.close()
+    second = new_tier(blocks=8, is_scanned=False)
+    held, most = [], resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, most[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        assert not second.scan()
+    finally:
+        for file in held:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    finish_scan(second)
+    assert has(second, range(8)) == list(range(8))
+    put_all(second, range(8, 16), clock)
+    assert len(list(root.glob("*/*/*"))) == 8
+    assert second.check() == []
+
+
+def test_files_with_hex_names_of_somebody_else_are_left_alone(new_tier, root):
+    root.mkdir()
+    other = root / "2024" / "01" / "0102"
+    other.parent.mkdir(parents=True)
+    other.write_text("a report")
+    tier = new_tier()
+    tier.purge(None, None)
+    assert other.read_text() == "a report"
+    assert tier.check() == []

@@ -75,7 +75,8 @@ def _one_line(error: ValidationError, source: str) -> str:
         else:
             text = item["msg"].removeprefix("Value error, ")
             is_group = isinstance(item["input"], Mapping) and item["type"] == "value_error"
-            got = "" if is_group else f" (got {item['input']!r})"  # a group may hold a secret
+            is_open = not is_group and ".options" not in path
+            got = "" if not is_open else f" (got {item['input']!r})"  # a group may hold a secret
             message = f"{path or 'configuration'}: {text}{got}"
         if path not in seen:  # a union reports each of its branches
             messages.append(message)

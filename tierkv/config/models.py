@@ -49,7 +49,10 @@ Share = Annotated[
     Field(gt=0, le=1),
     _AS_TEXT,
 ]
-_SECRET = re.compile("secret|token|password|credential|access_key|sas|signature", re.IGNORECASE)
+_SECRET = re.compile(
+    r"secret|token|password|credential|access_key|customer_key|\bsas\b", re.IGNORECASE
+)
+_USER_IN_URL = re.compile("//[^/]*@")
 WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
 
 
@@ -83,8 +86,8 @@ class DramConfig(_Model):
     )
     clean_tail: Share = Field(
         0.15,
-        description="Share of a layout's slots, coldest first, that write-back keeps written, so "
-        "that room can be made without a wait.",
+        description="Least share of a layout's slots, coldest first, that write-back keeps "
+        "written, so that room can be made without a wait; more if more was needed at once.",
     )
     dirty_max: Share = Field(
         0.5,
@@ -125,7 +128,7 @@ class TierConfig(_Model):
     capacity: Size | Literal["auto"] = Field(
         "auto",
         description="Most bytes that the tier may hold. `auto`: for `fs` half of the free space, "
-        "for `object` no bound of ours; `memory` needs a size.",
+        "`memory` needs a size; `object` takes none.",
     )
     reserve: Share = Field(
         0.05, description="`fs`: share of the file system's space and inodes left to others."
@@ -186,8 +189,13 @@ class TierConfig(_Model):
 
     def _hold_no_secret(self) -> None:
         """A configuration is told to every client and to the log."""
-        secret = [name for name in self.options if _SECRET.search(name)]
-        if secret or (self.url is not None and "@" in self.url.partition("://")[2].split("/")[0]):
+        secret = [
+            name
+            for name, value in self.options.items()
+            if _SECRET.search(name) or _USER_IN_URL.search(value)
+        ]
+        url = self.url or ""
+        if secret or _USER_IN_URL.search(url) or "?" in url or "@" in url.partition("/")[0]:
             where = f"options ({', '.join(secret)})" if secret else "url"
             raise ValueError(f"{where}: credentials belong into the environment of the daemon")
 

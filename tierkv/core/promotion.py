@@ -236,8 +236,8 @@ class Promoter:
             if outcome is not Outcome.OK:
                 self._books.counters[f"promote_{outcome.name.lower()}"] += 1
                 self._note_absence(work, key, outcome)
-            elif work.is_late and not work.is_void:
-                self._presence.add(space.id, [key], work.job.tier)  # slow, yet there
+            if outcome in (Outcome.OK, Outcome.FAILED) and work.is_late:
+                self._note_late_sign(work, key, outcome)
             self._fail(run, index)
             self._let_go(run, row)
         self.advance(space)
@@ -252,6 +252,13 @@ class Promoter:
         is_told = outcome is Outcome.FAILED and lane.limits.is_indexed
         if work.space is not None and work.epoch == lane.epoch and not is_told:
             self._presence.remove(work.space.id, [key], work.job.tier)
+
+    def _note_late_sign(self, work: Work, key: BlockKey, outcome: Outcome) -> None:
+        """A block whose knowledge went with the deadline is there after all, or may be."""
+        lane = self._lanes[work.job.tier]
+        is_there = outcome is Outcome.OK or lane.limits.is_indexed
+        if is_there and not work.is_void and work.epoch == lane.epoch and work.space is not None:
+            self._presence.add(work.space.id, [key], work.job.tier)
 
     def read_is_late(self, work: Work, has_begun: bool) -> None:
         """The deadline of a read passed: a miss at once. Its slots stay until it has ended."""

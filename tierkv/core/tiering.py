@@ -176,7 +176,7 @@ class TieringManager:
             task.dropped[name] = task.dropped.get(name, 0) + count
         elif self._is_quiet(tier) and count != self.presence.counts[tier]:
             known = self.presence.counts[tier]
-            task.problems.append(f"{name} holds {count} blocks, the daemon knows of {known}")
+            task.problems.append(f"{name}: holds {count} blocks, the daemon knows of {known}")
         task.problems += [f"{name}: {problem}" for problem in problems]
         self._forward_waits(work, [], True)
 

@@ -89,6 +89,7 @@ class IoProcess:
         self._bytes = self._pool.bytes.data
         self._errors = 0
         self._stop = threading.Event()
+        self._scanner = threading.Thread(target=self._scan, name="scan", daemon=True)
         self._idle = threading.Event()
         self._idle.set()
         self.tier = make(begin.settings)
@@ -100,7 +101,7 @@ class IoProcess:
         """Serve. Returns after `Stop`; ends the process when the daemon is gone."""
         info = self.tier.info
         self._send(io_wire.Ready(str(info)[: io_wire.TEXT_MAX]))
-        threading.Thread(target=self._scan, name="scan", daemon=True).start()
+        self._scanner.start()
         while True:
             message = io_wire.receive_in_process(self._end)
             if message is None:
@@ -113,6 +114,7 @@ class IoProcess:
         for _ in range(CLOSE_LOOKS_MAX):
             if self._idle.wait(CLOSE_WAIT_S):
                 break
+        self._scanner.join(CLOSE_WAIT_S * CLOSE_LOOKS_MAX)
         self.tier.close()
         self._tell_changes()
 
@@ -189,6 +191,9 @@ class IoProcess:
             else:
                 problems = self.tier.check()[: io_wire.PROBLEMS_MAX]
                 count = self.tier.statistics().get("blocks", 0)
+        except TierUnavailableError as error:
+            logger.warning("tier op=%s: %s", Op(job.op).name, error)
+            problems = [str(error)]
         except Exception as error:
             self._errors += 1
             logger.exception("tier op=%s failed", Op(job.op).name)
@@ -284,8 +289,12 @@ def main(make: Callable[[TierSettings], Tier] = open_tier) -> None:
     except (TierKVError, OSError) as error:
         io_wire.send(end, io_wire.Broken(str(error)[: io_wire.TEXT_MAX]))
         return
-    process.run()
-    os._exit(0)  # threads that hang in the store must not keep the process
+    try:
+        process.run()
+    except Exception:
+        logger.exception("the store could not be closed")
+    finally:
+        os._exit(0)  # threads that hang in the store must not keep the process
 
 
 if __name__ == "__main__":

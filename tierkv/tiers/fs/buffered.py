@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
+from collections.abc import Awaitable
 
 from aiofiles.os import wrap
 
@@ -42,7 +44,7 @@ class BufferedTransfer(Transfer):
         loop = self._get_loop()
 
         def move(file: int, views: list[memoryview], at: int) -> int:
-            return loop.run_until_complete(self._read(file, views, at))
+            return self._run(loop, self._read(file, views, at))
 
         return move_all(move, file, view, 1, self._call_bytes_max)
 
@@ -50,7 +52,7 @@ class BufferedTransfer(Transfer):
         loop = self._get_loop()
 
         def move(file: int, views: list[memoryview], at: int) -> int:
-            return loop.run_until_complete(self._write(file, views, at))
+            return self._run(loop, self._write(file, views, at))
 
         return move_all(move, file, view, 1, self._call_bytes_max)
 
@@ -60,6 +62,18 @@ class BufferedTransfer(Transfer):
                 loop.run_until_complete(loop.shutdown_default_executor())
                 loop.close()
             self._loops.clear()
+
+    @staticmethod
+    def _run(loop: asyncio.AbstractEventLoop, call: Awaitable[int]) -> int:
+        """Run one call.
+
+        Raises:
+            OSError: also EAGAIN, when the system lets us have no thread.
+        """
+        try:
+            return loop.run_until_complete(call)
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, str(error)) from error
 
     def _get_loop(self) -> asyncio.AbstractEventLoop:
         loop: asyncio.AbstractEventLoop | None = getattr(self._local, "loop", None)

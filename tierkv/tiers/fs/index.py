@@ -295,6 +295,11 @@ class Index:
         self._join(int(rows[-1]), first)
         self._join(_FOUND, _FOUND)
 
+    def rows_in(self, states: tuple[State, ...]) -> int:
+        """How many rows are in one of these states."""
+        found = np.isin(np.frombuffer(self._states, np.uint8), [int(s) for s in states])
+        return int(np.count_nonzero(found))
+
     # ---- audit ---------------------------------------------------------------------------------
 
     def check(self) -> list[str]:

@@ -28,7 +28,8 @@ LOCK_FILE = ".lock"
 GUARDS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | GUARDS
 _TEMPORARY = ".tmp."  # no block's name starts with a dot
-_NAMESPACE_BYTES_MAX = 32
+_NAMESPACE_BYTES = 32
+_KEY_BYTES_MIN = 2  # a hash and the group
 _FOLDERS = tuple(f"{byte:02x}" for byte in range(256))
 
 
@@ -80,8 +81,10 @@ class Layout:
 
     def parts_of(self, name: BlockName) -> tuple[str, str]:
         """Directories from the root to a block."""
-        assert 0 < len(name.namespace) <= _NAMESPACE_BYTES_MAX, "a namespace has 1 to 32 bytes"
-        assert 0 < len(name.key) <= KEY_BYTES_MAX, "a key has 1 to KEY_BYTES_MAX bytes"
+        assert len(name.namespace) == _NAMESPACE_BYTES, "a namespace has 32 bytes"
+        assert _KEY_BYTES_MIN <= len(name.key) <= KEY_BYTES_MAX, (
+            "a key has 2 to KEY_BYTES_MAX bytes"
+        )
         return name.namespace.hex(), _FOLDERS[name.key[0]]
 
     def make_folders(self, name: BlockName, is_whole: bool) -> None:
@@ -167,14 +170,15 @@ def file_of(key: BlockKey) -> str:
 
 def namespace_of(text: str) -> NamespaceId | None:
     """The namespace that a directory below the root belongs to; None if it is none of ours."""
-    found = _bytes_of(text, _NAMESPACE_BYTES_MAX)
-    return None if found is None else NamespaceId(found)
+    found = _bytes_of(text, _NAMESPACE_BYTES)
+    return NamespaceId(found) if found is not None and len(found) == _NAMESPACE_BYTES else None
 
 
 def key_of(folder: str, text: str) -> BlockKey | None:
     """The key that a file belongs to; None if it is none of ours."""
     found = _bytes_of(text, KEY_BYTES_MAX)
-    return None if found is None or text[:2] != folder else BlockKey(found)
+    is_key = found is not None and len(found) >= _KEY_BYTES_MIN and text[:2] == folder
+    return BlockKey(found) if is_key and found is not None else None
 
 
 def is_folder(text: str) -> bool:

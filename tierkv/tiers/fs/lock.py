@@ -14,6 +14,8 @@ from tierkv.tiers.fs.layout import GUARDS, LOCK_FILE, Layout
 
 logger = logging.getLogger(__name__)
 
+_GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV, errno.ELOOP})
+
 _OWNER_BYTES_MAX = 4096
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS})
 
@@ -113,14 +115,18 @@ class DirectoryLock:
         return f"process {process} (owner {owner})" if owner else f"process {process}"
 
     def _is_in_place(self) -> bool:
+        """Whether the lock that we hold is still the one of the directory.
+
+        Only if the file or the directory is gone is it not; a shortage of our own says nothing.
+        """
         try:
             folder = self._layout.open_folder()
-        except OSError:
-            return False
+        except OSError as error:
+            return error.errno not in _GONE
         try:
             named = os.stat(LOCK_FILE, dir_fd=folder, follow_symlinks=False)
-        except OSError:
-            return False
+        except OSError as error:
+            return error.errno not in _GONE
         finally:
             os.close(folder)
         return os.path.samestat(named, os.fstat(self._file))

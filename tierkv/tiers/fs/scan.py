@@ -6,6 +6,8 @@ Rule 2: the running tier goes first: a name that the books know is skipped.
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -20,9 +22,15 @@ from tierkv.tiers.fs.layout import (
     namespace_of,
     size_of,
 )
-from tierkv.tiers.fs.store import Store
+from tierkv.tiers.fs.store import GONE, Store
 from tierkv.tiers.fs.writer import CHANGES_MAX
 from tierkv.types import NamespaceId
+
+logger = logging.getLogger(__name__)
+
+# A directory that is gone or closed to us holds no blocks for us; any other error is a shortage of
+# our own, and to pass over a directory then would leave its files uncounted.
+_NOT_OURS = GONE | {errno.EACCES, errno.EPERM, errno.ELOOP}
 
 _ENTRIES_AT_ONCE_MAX = 100  # names that are held while their files are looked at
 _DIFFERENCES_MAX = 100
@@ -68,16 +76,32 @@ class Scan:
         if len(self._store.index.changes) >= CHANGES_MAX:
             return False
         seen = 0
-        for looked_at in self._walk:
-            seen += looked_at
-            if seen >= self._entries_max:
-                return False
+        is_whole = False
+        try:
+            for looked_at in self._walk:
+                seen += looked_at
+                if seen >= self._entries_max:
+                    return False
+            is_whole = True
+        except OSError as error:
+            # What was not found would not count against the capacity: begin again.
+            logger.warning("tier=fs: the scan begins again: %s", error)
+            return False
+        finally:
+            if not is_whole and seen < self._entries_max:
+                self._begin_again()
         if not self._store.is_complete:
             with self._store.books() as index:
                 index.order_found()
                 self._store.is_complete = True
         self._is_trimmed = self._trim()
         return self._is_trimmed
+
+    def _begin_again(self) -> None:
+        self._walk.close()
+        self._walk = self._walk_all()
+        with self._store.books():
+            self._store.counts.foreign_files = 0
 
     def find_all(self, namespace: NamespaceId | None) -> None:
         """Enter all files of a namespace, or of all, into the books now."""
@@ -213,12 +237,7 @@ def _compare(store: Store) -> list[str]:
                 found.append(f"{key.hex()}: is in the books and has no file")
     moving = (State.WRITING, State.LEAVING, State.FINDING)
     with store.books():
-        is_quiet = not any(
-            index.state(row) in moving
-            for space, keys in index.keys(None)
-            for key in keys
-            if (row := index.find(BlockName(space, key))) is not None
-        )
+        is_quiet = index.rows_in(moving) == 0
     if is_quiet and total != index.bytes:
         found.append(f"files have {total} bytes, the books say {index.bytes}")
     return found[:_DIFFERENCES_MAX]
@@ -274,5 +293,7 @@ def _names(layout: Layout, *parts: str) -> list[str]:
 def _list(layout: Layout, *parts: str) -> Iterator[list[os.DirEntry[str]]]:
     try:
         yield from layout.list_folder(*parts, most=_ENTRIES_AT_ONCE_MAX)
-    except OSError:
-        return  # removed under us, or unreadable: then its blocks are misses
+    except OSError as error:
+        if error.errno in _NOT_OURS:
+            return  # removed under us, or unreadable: then its blocks are misses
+        raise

@@ -184,9 +184,11 @@ class FsTier(Tier):
         return gone
 
     def close(self) -> None:
-        self._scan.close()
-        self._store.transfer.close()
-        self._lock.release()
+        try:
+            self._scan.close()
+            self._store.transfer.close()
+        finally:
+            self._lock.release()
 
     def touch(self, names: Sequence[BlockName]) -> None:
         now = self._store.clock()
@@ -263,14 +265,17 @@ class FsTier(Tier):
             store.find_file(name)
         if row is None:
             return Outcome.MISSING
-        outcome, is_bad = self._fetch(name, view)
-        with store.books() as index:
-            is_due = outcome is Outcome.OK and index.use(row, now, self._touch_period_s)
-            if is_bad:
-                index.dismiss(row)
-            is_last = index.unpin(row)
-            store.counts.corrupt += outcome is Outcome.CORRUPT
-            store.counts.read_errors += outcome is Outcome.FAILED
+        outcome, is_bad = Outcome.FAILED, False
+        try:
+            outcome, is_bad = self._fetch(name, view)
+        finally:  # whatever is raised, the block must not stay pinned
+            with store.books() as index:
+                is_due = outcome is Outcome.OK and index.use(row, now, self._touch_period_s)
+                if is_bad:
+                    index.dismiss(row)
+                is_last = index.unpin(row)
+                store.counts.corrupt += outcome is Outcome.CORRUPT
+                store.counts.read_errors += outcome is Outcome.FAILED
         if is_last:
             store.remove(row)
         elif is_due:

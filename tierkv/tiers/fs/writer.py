@@ -63,18 +63,25 @@ class Writer:
         if row is None:
             return outcome
         job = _Job(name, view, row, self._store.layout.new_temporary())
+        outcome = Outcome.FAILED
+        try:
+            outcome = self._try_twice(job)
+        finally:  # whatever is raised, the name and its bytes must not stay taken
+            self._end(job, outcome)
+        return outcome
+
+    def _try_twice(self, job: _Job) -> Outcome:
+        """Once more if another file's room can be had, or the directory went away under us."""
         is_full = False
+        outcome = Outcome.FAILED
         for _ in range(_TRIES_MAX):
             try:
-                outcome = self._try(job, is_full)
+                return self._try(job, is_full)
             except OSError as error:
                 is_full = error.errno in _NO_ROOM
                 outcome = Outcome.FULL if is_full else Outcome.FAILED
-                # Once more if another file's room can be had, or the directory went away under us.
-                if not job.is_left and (is_full or error.errno in GONE):
-                    continue
-            break
-        self._end(job, outcome)
+                if job.is_left or not (is_full or error.errno in GONE):
+                    break
         return outcome
 
     def _look_at_space(self) -> None:
@@ -117,7 +124,7 @@ class Writer:
             self._fill(file, job.view)
             target = file_of(job.name.key)
             os.rename(job.temporary, target, src_dir_fd=folder, dst_dir_fd=folder)
-        except OSError:
+        except BaseException:
             self._undo(job, folder)
             raise
         finally:
