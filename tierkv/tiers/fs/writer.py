@@ -117,6 +117,7 @@ class Writer:
 
     def _try(self, job: _Job, is_full: bool) -> Outcome:
         folder = self._open_folder(job.name)
+        is_stored = False
         try:
             file = self._get_file(job, folder, is_full)
             if file is None:
@@ -124,10 +125,10 @@ class Writer:
             self._fill(file, job.view)
             target = file_of(job.name.key)
             os.rename(job.temporary, target, src_dir_fd=folder, dst_dir_fd=folder)
-        except BaseException:
-            self._undo(job, folder)
-            raise
+            is_stored = True
         finally:
+            if not is_stored:  # whatever was raised
+                self._undo(job, folder)
             os.close(folder)
         return Outcome.OK
 
