@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 
 from tests.core_world import SPACE
+from tests.processes import wait_for
 from tierkv.core.values import Op
 from tierkv.errors import ProtocolError, TierUnavailableError
 from tierkv.pool import create_pool, held_locks
@@ -166,8 +167,9 @@ def test_nothing_is_read_into_the_pool_of_another_generation(start, tmp_path):
 def test_a_process_holds_a_mapper_lock_that_says_when_it_is_idle(start):
     host = start()
     host.do(Op.PROBE, KEYS[:1])
-    (held,) = [h for engine, h in held_locks(host.run).items() if engine.startswith("io-")]
-    assert (held.mappers, held.idle_mappers) == (1, 1)
+    name = "io-memory"
+    wait_for(lambda: held_locks(host.run)[name].idle_mappers == 1, what="the job to be counted off")
+    assert held_locks(host.run)[name].mappers == 1
 
 
 def test_purge_and_check_answer_with_counts(start):

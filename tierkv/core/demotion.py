@@ -46,6 +46,7 @@ class Cleaner:
         self._uses: dict[NamespaceId, dict[BlockKey, int]] = {}
         self._writing: set[tuple[int, NamespaceId, BlockKey | None]] = set()
         self._touched: dict[tuple[int, NamespaceId], list[BlockKey]] = {}
+        self._is_flushing = False
 
     # ---- what happens to blocks ----------------------------------------------------------------
 
@@ -61,10 +62,13 @@ class Cleaner:
             space.owe(picked, 1 << tier)
             if lane.limits.write_policy == "write_through":
                 self._queue(tier, space, picked)
+            elif self._is_flushing and lane.limits.is_durable:
+                self._enqueue(tier, space, picked)
         self._count_uses(space, rows)
 
     def was_used(self, space: Namespace, rows: Rows) -> None:
         """Note one use of resident blocks."""
+        space.changed += len(rows)  # other blocks are the coldest now
         if self._lanes and space.may_demote:
             self._count_uses(space, rows)
 
@@ -139,18 +143,21 @@ class Cleaner:
         bit = 1 << tier
         room = self._lanes[tier].limits.backlog_max - self._due_bytes[tier]
         most = len(rows) if is_urgent else max(0, room // space.slot_bytes)
-        kept, shed = rows[:most], rows[most:]
-        space.queued[kept] |= np.uint8(bit)
-        serials = space.serial[kept].tolist()
-        due = list(zip(itertools.repeat(space), kept.tolist(), serials, strict=False))
+        shed = rows[most:]
+        self._enqueue(tier, space, rows[:most], is_urgent)
+        if len(shed):
+            space.settle(shed, bit)
+            self._books.counters["backlog_shed"] += len(shed)
+
+    def _enqueue(self, tier: int, space: Namespace, rows: Rows, is_urgent: bool = False) -> None:
+        space.queued[rows] |= np.uint8(1 << tier)
+        serials = space.serial[rows].tolist()
+        due = list(zip(itertools.repeat(space), rows.tolist(), serials, strict=False))
         if is_urgent:
             self._due[tier].extendleft(reversed(due))
         else:
             self._due[tier].extend(due)
-        self._due_bytes[tier] += len(kept) * space.slot_bytes
-        if len(shed):
-            space.settle(shed, bit)
-            self._books.counters["backlog_shed"] += len(shed)
+        self._due_bytes[tier] += len(rows) * space.slot_bytes
 
     def next_work(self, tier: int, now: float) -> Work | None:
         """The next blocks to write to a tier, or None."""
@@ -209,15 +216,14 @@ class Cleaner:
         for space in self._books.spaces.values():
             if not space.dirty or not space.may_demote:
                 continue
+            if space.changed < max(1, space.slots // CHANGED_SHARE):
+                continue
+            space.changed = 0
             is_full = space.dirty > limits.dirty_max * space.slots
             has_room = self._books.extents.free_units >= space.units_per_extent
             # The tail must take the largest demand at once, or debts are shed while others rest.
             share = max(limits.clean_tail * space.slots, min(space.demand, space.slots))
             tail = int(np.ceil(share)) - len(space.free)
-            is_due = space.changed >= max(1, space.slots // CHANGED_SHARE)
-            if not is_due:
-                continue
-            space.changed = 0
             if tail > 0 and not has_room:
                 self._pick(space, min(tail, SCANNED_MAX), SCANNED_MAX)
             if is_full:
@@ -237,12 +243,19 @@ class Cleaner:
                     break
         self._queue_owed(space, np.array(cold, np.int32))
 
-    def _queue_owed(self, space: Namespace, rows: Rows, only_durable: bool = False) -> None:
+    def _queue_owed(self, space: Namespace, rows: Rows, is_flush: bool = False) -> None:
+        """Queue debts that stand already: what finds no place in the queue stays owed."""
         for tier, lane in enumerate(self._lanes):
             bit = np.uint8(1 << tier)
             free = ~(space.queued[rows] | space.moving[rows])
-            if lane.is_up and (lane.limits.is_durable or not only_durable):
-                self._queue(tier, space, rows[(space.owed[rows] & free & bit) != 0])
+            if not lane.is_up or (is_flush and not lane.limits.is_durable):
+                continue
+            due = rows[(space.owed[rows] & free & bit) != 0]
+            room = max(0, lane.limits.backlog_max - self._due_bytes[tier])
+            most = len(due) if is_flush else max(room // space.slot_bytes, int(not self._due[tier]))
+            if len(due) > most:
+                space.changed = max(space.changed, space.slots)  # look again for the others
+            self._enqueue(tier, space, due[:most])
 
     # ---- ends ----------------------------------------------------------------------------------
 
@@ -279,15 +292,22 @@ class Cleaner:
 
     def flush(self) -> None:
         """Queue every debt to a durable tier, the most recently used blocks first."""
+        self._is_flushing = True  # what is stored from now on follows
         for space in self._books.spaces.values():
             if space.dirty:
                 rows = np.fromiter(space.policy.candidates(), np.int32)[::-1]
-                self._queue_owed(space, rows, only_durable=True)
+                self._queue_owed(space, rows, is_flush=True)
 
-    def unflushed(self) -> int:
-        """Blocks that a durable tier has not got yet; tiers that are down are past hope."""
+    def unflushed(self, only_up: bool = False) -> int:
+        """Blocks that a durable tier has not got yet.
+
+        Args:
+            only_up: do not count debts to tiers that are down, for which there is little hope.
+        """
         mask = sum(
-            1 << t for t, lane in enumerate(self._lanes) if lane.limits.is_durable and lane.is_up
+            1 << tier
+            for tier, lane in enumerate(self._lanes)
+            if lane.limits.is_durable and (lane.is_up or not only_up)
         )
         return sum(
             int(np.count_nonzero((s.owed | s.moving) & np.uint8(mask)))

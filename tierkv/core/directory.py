@@ -144,6 +144,7 @@ class Directory:
         for lease in list(self.engines[engine].leases.values()):
             if lease.id not in keep:
                 self._end_lease(lease)
+                self.tiering.advance(lease.space)
 
     # ---- load ----------------------------------------------------------------------------------
 
@@ -294,6 +295,7 @@ class Directory:
                 rows = space.cut_off_by(resident[space.used_at[resident] <= now - older_than_s])
             dropped += len(rows)
             self.books.doom(space, rows)
+            self.tiering.advance(space)
             self.books.handover.continue_draining(space)
         self.counters["purged"] += dropped
         return dropped

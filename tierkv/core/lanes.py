@@ -195,7 +195,8 @@ class Lanes:
         return (
             any(now - w.began_at >= limit for w in bounded)
             or any(now - w.began_at >= TASK_SECONDS_MAX for w in here)
-            or sum(self._hangs(w, now) and self._is_read(w) for w in bounded) >= HUNG_READS_MAX
+            or sum(self._hangs(w, now) and self._is_read(w) for w in bounded)
+            >= max(HUNG_READS_MAX, 2 * self.limits.read_threads)
         )
 
     def has_waiting(self, op: Op) -> bool:
@@ -204,10 +205,12 @@ class Lanes:
 
     def drop_reads(self, run: object, first: int) -> list[Work]:
         """Forget reads that have not begun, of a run that is cut at `first`."""
-        queue = self._waiting[True]
-        dropped = [w for w in queue if w.run is run and w.first >= first]
-        if dropped:
-            self._waiting[True] = deque(w for w in queue if w not in dropped)
+        kept: deque[Work] = deque()
+        dropped: list[Work] = []
+        for work in self._waiting[True]:
+            is_of_it = work.run is run and work.first >= first
+            (dropped if is_of_it else kept).append(work)
+        self._waiting[True] = kept
         return dropped
 
     def lose_process(self) -> list[Work]:

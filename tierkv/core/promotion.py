@@ -9,7 +9,7 @@ Rule 2: what is hit is pinned before any slot is taken for a promotion.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +60,7 @@ class Promoter:
         self.blocked: list[tuple[int, bytes | None]] = []  # (tier, namespace) being purged
         self.known_whole = [False for _ in lanes]
         self.runs: list[PromotedRun] = []
+        self.on_dropped: Callable[[Work], None] = lambda work: None  # a read was not begun
         self._books = books
         self._presence = presence
         self._lanes = lanes
@@ -289,6 +290,7 @@ class Promoter:
             for work in self._lanes[tier].drop_reads(run, index):
                 for place in range(len(work.job.keys)):
                     self._let_go(run, int(run.rows[work.first + place]))
+                self.on_dropped(work)
 
     def _let_go(self, run: PromotedRun, row: int) -> None:
         """No read touches this slot any more."""

@@ -63,6 +63,7 @@ class TieringManager:
         self._tasks: dict[int, Task] = {}
         self._task_count = 0
         books.watcher = self.cleaner
+        self.promoter.on_dropped = self._read_was_dropped
 
     @property
     def tasks(self) -> int:
@@ -114,9 +115,17 @@ class TieringManager:
         """
         lane = self.lanes[tier]
         work = lane.find(job_id)
-        if work is None or len(outcomes) > len(work.job.keys) - work.done:
+        if work is None or work.epoch != lane.epoch:
             self._books.counters["unknown_jobs"] += 1
             return
+        if len(outcomes) > len(work.job.keys) - work.done:
+            self._books.counters["unknown_jobs"] += 1
+            return
+        self._ended(work, outcomes, now)
+
+    def _ended(self, work: Work, outcomes: Sequence[Outcome], now: float) -> None:
+        tier = work.job.tier
+        lane = self.lanes[tier]
         at = work.done
         work.done += len(outcomes)
         is_done = work.done == len(work.job.keys)
@@ -240,7 +249,7 @@ class TieringManager:
 
     def _give_up(self, work: Work, now: float) -> None:
         left = len(work.job.keys) - work.done
-        self.outcomes(work.job.tier, work.job.id, [Outcome.FAILED] * left, now)
+        self._ended(work, [Outcome.FAILED] * left, now)
 
     def tick(self, now: float) -> None:
         """Deadlines. Call it several times per second."""
@@ -335,6 +344,10 @@ class TieringManager:
         for work in works:
             self._note_problem(work, "does not answer")
             self._forward_waits(work, [], True)
+
+    def _read_was_dropped(self, work: Work) -> None:
+        """Nobody waits for a read that was never begun."""
+        self._forward_waits(work, [], True)
 
     def _note_problem(self, work: Work, text: str) -> None:
         """Tell those who wait for a job, once each."""

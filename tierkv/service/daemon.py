@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 LIVENESS_PERIOD_S = 0.25
 FRAMES_PER_STEP_MAX = 256
 FLUSH_STEP_S = 0.02
+LOST_DEBTS = ("demote_failed", "demote_full", "backlog_shed", "writeback_shed")
 SEND_QUEUE_MAX = 100_000
 JUST_DEAD = EngineId("-")  # stands for engines that died shortly before us; no lock names it
 SOCKET_PATH_BYTES_MAX = 100  # sun_path has 108, ZMQ adds a prefix of its own
@@ -202,6 +203,8 @@ class Daemon:
         """Write owed blocks to durable tiers, within the budget; a second signal cuts it short."""
         cleaner, budget_s = self.server.directory.tiering.cleaner, self.config.service.flush_budget
         owed = cleaner.unflushed()
+        counters = self.server.directory.counters
+        lost = sum(counters[name] for name in LOST_DEBTS)
         if owed == 0:
             return
         logger.info("flushing: blocks=%d budget=%.1f s", owed, budget_s)
@@ -210,11 +213,11 @@ class Daemon:
         self.server.directory.may_grant = False
         cleaner.flush()
         end = time.monotonic() + budget_s
-        while not self.is_stopping and cleaner.unflushed() and time.monotonic() < end:
+        while not self.is_stopping and cleaner.unflushed(True) and time.monotonic() < end:
             self.step(FLUSH_STEP_S)
-        left = cleaner.unflushed()
+        left = cleaner.unflushed() + sum(counters[name] for name in LOST_DEBTS) - lost
         level = logging.WARNING if left else logging.INFO
-        logger.log(level, "flushed: blocks=%d not_flushed=%d", owed - left, left)
+        logger.log(level, "flushed: blocks=%d not_flushed=%d", max(0, owed - left), left)
 
 
 @contextlib.contextmanager

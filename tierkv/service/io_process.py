@@ -119,6 +119,7 @@ class IoProcess:
         self._tell_changes()
 
     def _accept(self, job: io_wire.Do) -> None:
+        self._count(1)
         if job.op in (Op.PURGE, Op.CHECK):
             self._tasks.put(job)
         elif job.op in (Op.READ, Op.PROBE):
@@ -129,12 +130,20 @@ class IoProcess:
     # ---- jobs ----------------------------------------------------------------------------------
 
     def _do(self, job: io_wire.Do) -> None:
+        try:
+            self._do_in_pieces(job)
+        finally:
+            self._count(-1)
+
+    def _do_in_pieces(self, job: io_wire.Do) -> None:
         namespace = NamespaceId(job.namespace or b"")
         names = [BlockName(namespace, BlockKey(key)) for key in job.keys]
         most = self.tier.info.batch_max
         if job.offsets:
             most = max(1, min(most, PIECE_BYTES_MAX // job.slot_bytes))
         for first in range(0, len(names), most):
+            if self._stop.is_set():
+                return  # nobody listens any more
             piece = names[first : first + most]
             offsets = job.offsets[first : first + most]
             outcomes = self._guarded(job, piece, offsets)
@@ -150,7 +159,6 @@ class IoProcess:
         self, job: io_wire.Do, names: list[BlockName], offsets: list[int]
     ) -> list[Outcome]:
         """One call of the tier, whatever it raises."""
-        self._count(1)
         try:
             if offsets and self._pool.generation != self._generation:
                 return [Outcome.FAILED] * len(names)  # another daemon owns the slots by now
@@ -165,8 +173,6 @@ class IoProcess:
             self._errors += 1
             logger.exception("tier op=%s keys=%d failed", Op(job.op).name, len(names))
             return [Outcome.FAILED] * len(names)
-        finally:
-            self._count(-1)
 
     def _call(self, op: int, names: list[BlockName], views: list[memoryview]) -> list[Outcome]:
         match op:
@@ -198,6 +204,7 @@ class IoProcess:
             self._errors += 1
             logger.exception("tier op=%s failed", Op(job.op).name)
             problems = [f"{Op(job.op).name.lower()} failed: {error}"]
+        self._count(-1)
         self._tell_changes()
         self._send(io_wire.Ended(job.id, count, [p[: io_wire.TEXT_MAX] for p in problems]))
 
