@@ -135,8 +135,33 @@ class TestFaultTierOverMemory(TierContract):
 
 
 class TestFaultTierOverFs(TierContract):
+    io = "buffered"
+
     def make_tier(self, directory, capacity):
-        inner = open_tier(fs_settings(directory / "store", capacity, "buffered"))
+        inner = open_tier(fs_settings(directory / "store", capacity, self.io))
+        return FaultTier(inner, directory / "control")
+
+
+class TestFaultTierOverFsDirect(TestFaultTierOverFs):
+    io = "direct"
+
+
+class TestFaultTierOverObjectStore(TierContract):
+    def make_tier(self, directory, capacity):
+        inner = open_tier(object_settings((directory / "store").as_uri()))
+        return FaultTier(inner, directory / "control")
+
+
+@pytest.mark.usefixtures("s3_environment")
+class TestFaultTierOverS3(TierContract):
+    stress_rounds = 5
+
+    @pytest.fixture(autouse=True)
+    def find_server(self, s3):
+        self.endpoint = s3.endpoint
+
+    def make_tier(self, directory, capacity):
+        inner = open_tier(s3_settings(self.endpoint, prefix=f"fault-{directory.name}"))
         return FaultTier(inner, directory / "control")
 
 
