@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,16 +62,15 @@ class Host:
         Raises:
             DaemonUnavailableError: they are wrong.
         """
-        return self._count(wire.Check)
+        reply = self.client.ask(wire.Check, ANSWER_WAIT_S)
+        assert isinstance(reply, wire.CheckedReply), "the daemon answers Check with CheckedReply"
+        return reply.blocks
 
     def purge(self, space: NamespaceId) -> int:
         """Drop a namespace's blocks; how many there were."""
-        return self._count(lambda seq: wire.Purge(seq, space.hex()))
-
-    def _count(self, make: Callable[[int], wire.Request]) -> int:
-        reply = self.client.ask(make, ANSWER_WAIT_S)
-        assert isinstance(reply, wire.Done), "the daemon answers Check and Purge with Done"
-        return reply.count
+        reply = self.client.ask(lambda seq: wire.Purge(seq, space.hex()), ANSWER_WAIT_S)
+        assert isinstance(reply, wire.PurgedReply), "the daemon answers Purge with PurgedReply"
+        return reply.dropped["dram"]
 
     def read_stats(self) -> dict[str, Any]:
         """What `tierkv stats --json` prints."""
