@@ -70,6 +70,15 @@ def wait_for_end(pid: int) -> None:
         os.close(descriptor)
 
 
+def start_interruptible(command: list[str], **more) -> subprocess.Popen:
+    """A child that Ctrl-C reaches: a shell's background jobs ignore it, and children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, text=True, **more)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class EngineHalf:
     """An engine whose every step is a call of its own. Payloads tell whose they are."""
 

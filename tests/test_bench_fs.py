@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.processes import start_interruptible
 from tierkv.bench.fio import measure_fio
 from tierkv.bench.fs import Comparison, Measured, measure
 from tierkv.bench.fs_stage import Plan, open_stage, require_room
@@ -137,13 +138,7 @@ def test_a_sample_smaller_than_a_block_is_wrong_usage(tmp_path, capsys):
 def test_ctrl_c_leaves_nothing_behind(tmp_path):
     command = [sys.executable, "-m", "tierkv.cli.main", "bench", "fs", "--path", str(tmp_path)]
     command += ["--block", "1MiB", "--bytes", "32MiB", "--pairs", "1000"]
-    # A shell's background job ignores the signal, and its children inherit that.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    with child:
+    with start_interruptible(command, stderr=subprocess.PIPE) as child:
         assert child.stderr is not None
         for line in child.stderr:
             if "pair 2" in line:

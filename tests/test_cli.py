@@ -23,7 +23,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from tests.processes import wait_for
+from tests.processes import start_interruptible, wait_for
 from tierkv import ConfigError, __version__
 from tierkv.bench.rpc import make_keys
 from tierkv.cli import administer, session, stats
@@ -538,7 +538,7 @@ def test_stats_as_a_table_names_every_number(stocked, call):
 
 def test_stats_can_be_watched_until_interrupted(daemon):
     command = [*COMMAND, "stats", "--socket", str(daemon.socket), "--json", "--watch", "0.05"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start_interruptible(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     for _ in range(3):
         assert json.loads(process.stdout.readline())["capacity"] == 4 << 20
