@@ -71,7 +71,7 @@ def wait_for_end(pid: int) -> None:
 
 
 def start_interruptible(command: list[str], **more) -> subprocess.Popen:
-    """A child that Ctrl-C reaches: background jobs of a shell ignore it, and so do their children."""
+    """A child that Ctrl-C reaches; background jobs of a shell, and their children, ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen(command, text=True, **more)
