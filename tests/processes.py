@@ -112,7 +112,8 @@ class EngineHalf:
         self.keys = keys_of(text)
         answer = self.client.lookup(SPACE, self.keys)
         if answer is not None:
-            wait_for(lambda: answer.pending == 0, self.client, what="blocks on their way")
+            # Not for blocks that another engine is writing: it may be stopped for good.
+            wait_for(lambda: not answer.is_promoting, self.client, what="blocks on their way up")
         self.lease = answer.lease if answer else 0
         self.offsets = answer.offsets.tolist() if answer else []
         self.sources = list(answer.sources) if answer else []
