@@ -248,6 +248,7 @@ class Directory:
         if not rows:
             return Granted(LeaseId(0), offsets)
         granted = np.array(rows, np.int32)
+        space.state[granted] = State.FILLING
         offsets[places] = space.offset[granted]
         lease = self.books.open_lease(known, space, True, granted)
         self.counters["blocks_reserved"] += len(rows)
@@ -368,7 +369,7 @@ class Directory:
                 if not space.free:
                     self.counters["skipped_no_room"] += len(run.keys) - position
                     return
-                (row,) = self.books.place(space, [key], parent, State.FILLING)
+                row = space.place(key, parent)
                 rows.append(row)
                 places.append(first + position)
             else:
