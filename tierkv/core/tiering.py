@@ -199,9 +199,8 @@ class TieringManager:
     ) -> None:
         """An indexed tier got blocks, or no longer has them.
 
-        What DRAM still has of the latter is not written again: that would cost 5 % more writes for
-        0.6 points of hits at best (`tierkv bench replay`), and a tier smaller than DRAM would be
-        written without end.
+        What DRAM still has of the latter is not written again: a tier smaller than DRAM would be
+        written without end, and write-back would write more than write-through does.
         """
         if is_added:
             self.presence.add(namespace, keys, tier)
