@@ -24,6 +24,10 @@ import numpy.typing as npt
 from tierkv.bench.report import say
 from tierkv.bench.trace import Request, Trace, ids_of, load_trace
 from tierkv.core.directory import Directory
+from tierkv.core.eviction.arc import Arc
+from tierkv.core.eviction.base import EvictionPolicy
+from tierkv.core.eviction.lru import Lru
+from tierkv.core.eviction.slru import Slru
 from tierkv.core.values import Job, Limits, Op, Ready, Run, TierLimits
 from tierkv.tiers.base import BlockName
 from tierkv.tiers.fs.index import Index
@@ -31,7 +35,7 @@ from tierkv.tiers.fs.tier import VICTIMS_SCANNED_MAX
 from tierkv.types import BlockKey, EngineId, NamespaceId, Outcome
 
 WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
-EVICTION_POLICIES = ("lru",)
+EVICTION_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru, "slru": Slru, "arc": Arc}
 SLOT_BYTES = 1 << 17  # no byte of it exists; it decides how many blocks one job has
 ROUNDS_MAX = 1 << 20  # of jobs for one request; beyond it the tier never comes to rest
 SAY_EVERY = 1_000
@@ -42,12 +46,17 @@ _SPACE = NamespaceId(b"R" * 32)
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is replayed against. Sizes are blocks; `tier_blocks` = 0: DRAM alone."""
+    """What is replayed against. Sizes are blocks; `tier_blocks` = 0: DRAM alone.
+
+    Attributes:
+        commits: into how many commits a request's new blocks are divided, as by chunked prefill.
+    """
 
     dram_blocks: int
     tier_blocks: int
     write_policy: str = "write_back"
-    policy: str = "lru"
+    policy: str = "slru"
+    commits: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +153,8 @@ class Replay:
 
     def __init__(self, setup: Setup) -> None:
         assert setup.dram_blocks > 0, "DRAM has a slot"
-        assert setup.policy in EVICTION_POLICIES, "the directory has no other order"
+        assert setup.policy in EVICTION_POLICIES, "the command line offers no other"
+        assert setup.commits > 0, "what is stored is committed"
         pool = setup.dram_blocks * SLOT_BYTES
         # One extent: the capacity is exact, and nothing is moved between namespaces.
         limits = Limits(pool, pool, pinned_share_max=1.0, promote_share_max=1.0)
@@ -158,7 +168,9 @@ class Replay:
         ]
         self.setup = setup
         self.tier = SimulatedTier(setup.tier_blocks) if setup.tier_blocks else None
-        self.directory = Directory(limits, tiers if self.tier else ())
+        self.directory = Directory(
+            limits, tiers if self.tier else (), EVICTION_POLICIES[setup.policy]
+        )
         self.problems: list[str] = []
         self._content: npt.NDArray[np.int64] = np.full(setup.dram_blocks, -1, np.int64)
         self.directory.open_engine(_ENGINE)
@@ -217,15 +229,18 @@ class Replay:
         return sources
 
     def _store(self, request: Request, hits: int, now: float) -> None:
-        """Reserve and commit the blocks behind the hit."""
-        keys = request.keys[hits:]
-        run = Run(request.keys[hits - 1] if hits else None, keys)
-        granted = self.directory.reserve(_ENGINE, _SPACE, [run], now)
-        is_granted = granted.offsets >= 0
-        places = granted.offsets[is_granted] // SLOT_BYTES
-        self._content[places] = request.ids[hits:][is_granted]
-        if granted.lease:
-            self.directory.commit(granted.lease, [True] * len(places))
+        """Reserve and commit the blocks behind the hit, in equal parts."""
+        missing = len(request.keys) - hits
+        size = -(-missing // self.setup.commits)
+        for first in range(hits, len(request.keys), size):
+            part = slice(first, first + size)
+            run = Run(request.keys[first - 1] if first else None, request.keys[part])
+            granted = self.directory.reserve(_ENGINE, _SPACE, [run], now)
+            is_granted = granted.offsets >= 0
+            places = granted.offsets[is_granted] // SLOT_BYTES
+            self._content[places] = request.ids[part][is_granted]
+            if granted.lease:
+                self.directory.commit(granted.lease, [True] * len(places))
 
     def _work(self, now: float) -> list[object]:
         """Do the tier's jobs until nothing moves; the events that came."""
@@ -322,7 +337,8 @@ def run(
     dram_share: float,
     tier_share: float,
     write_policies: Sequence[str],
-    policy: str = "lru",
+    policy: str = "slru",
+    commits: int = 1,
 ) -> int:
     """Replay a trace under each write policy, print, and return the exit code.
 
@@ -336,7 +352,7 @@ def run(
     """
     trace = load_trace(path)
     results = [
-        replay(trace, setup_of(trace, dram_share, tier_share, name, policy))
+        replay(trace, setup_of(trace, dram_share, tier_share, name, policy, commits))
         for name in write_policies
     ]
     is_right = not any(result.problems for result in results)
@@ -356,18 +372,24 @@ def run(
 
 
 def setup_of(
-    trace: Trace, dram_share: float, tier_share: float, write_policy: str, policy: str = "lru"
+    trace: Trace,
+    dram_share: float,
+    tier_share: float,
+    write_policy: str,
+    policy: str = "slru",
+    commits: int = 1,
 ) -> Setup:
     """Capacities in blocks, from shares of the trace's unique blocks; at least one each."""
     dram = max(1, int(trace.unique * dram_share))
     tier = max(1, int(trace.unique * tier_share)) if tier_share else 0
-    return Setup(dram, tier, write_policy, policy)
+    return Setup(dram, tier, write_policy, policy, commits)
 
 
 def _tree(result: Result) -> dict[str, Any]:
     setup = result.setup
     return {
         "policy": setup.policy,
+        "commits": setup.commits,
         "write_policy": setup.write_policy if setup.tier_blocks else None,
         "dram_blocks": setup.dram_blocks,
         "tier_blocks": setup.tier_blocks,

@@ -126,8 +126,8 @@ def fs(as_json: bool, path: Path | None, block_bytes: int, sample_bytes: int, pa
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option(
     "--policy",
-    type=click.Choice(["lru"]),
-    default="lru",
+    type=click.Choice(["lru", "slru", "arc"]),
+    default="slru",
     show_default=True,
     help="Order of eviction in DRAM.",
 )
@@ -146,12 +146,17 @@ def fs(as_json: bool, path: Path | None, block_bytes: int, sample_bytes: int, pa
     show_default=True,
     help="When the tier gets a block.",
 )
+@click.option(
+    "--commits", type=click.IntRange(1, 64), default=1, show_default=True,
+    help="Into how many commits each request's new blocks are divided, as by chunked prefill.",
+)  # fmt: skip
 @click.option("--compare", is_flag=True, help="Replay under every write policy.")
 def replay(
     *,
     as_json: bool,
     trace: Path,
     policy: str,
+    commits: int,
     dram: float,
     tier: float,
     write_policy: str,
@@ -162,5 +167,11 @@ def replay(
 
     chosen = WRITE_POLICIES if compare else (write_policy,)
     return run(
-        as_json, trace, dram_share=dram, tier_share=tier, write_policies=chosen, policy=policy
+        as_json,
+        trace,
+        dram_share=dram,
+        tier_share=tier,
+        write_policies=chosen,
+        policy=policy,
+        commits=commits,
     )

@@ -117,6 +117,11 @@ def _check_order(space: Namespace, is_resident: npt.NDArray[np.bool_]) -> None:
         "policy and directory disagree"
     )
     assert len(space.orphans()) == 0, "a resident block's predecessor is gone"
+    heirs = np.zeros(len(is_resident), np.int32)
+    np.add.at(heirs, space.parent[: len(is_resident)][is_resident], 1)
+    assert (space.heirs[: len(is_resident)] == heirs).all(), "count of successors is wrong"
+    if not space.policy.keeps_prefixes:
+        return
     position = np.zeros(len(is_resident), np.int64)
     position[order] = np.arange(1, len(order) + 1)
     parent = space.parent[order]

@@ -8,8 +8,9 @@ Rule 3: a block is resident only while its predecessor is; a block that no looku
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from tierkv.core.growth import Growth
 from tierkv.core.handover import Handover
 from tierkv.core.leases import Engine, Lease
 from tierkv.core.namespace import Namespace, State
-from tierkv.core.values import Event, Limits, Recall
+from tierkv.core.values import Event, Limits, Recall, Run
 from tierkv.types import BlockKey, LeaseId, NamespaceId
 
 VICTIMS_SCANNED_MAX = 65_536
@@ -140,63 +141,93 @@ class Books:
         if len(rows) == 0 or not space.has_parent(int(rows[0])):
             return 0
         space.state[rows] = State.RESIDENT
-        space.policy.insert(rows, int(space.parent[rows[0]]))
+        before = int(space.parent[rows[0]])
+        space.heirs[before] += 1
+        space.heirs[rows[:-1]] += 1
+        keys = space.keys
+        listed = rows.tolist()
+        space.policy.insert(rows, before, [keys[row] for row in listed])
         self._stamp += 1
         space.stamp[rows] = self._stamp
         space.used_at[rows] = space.heat_at
         space.changed += len(rows)
         if space.waiters:
-            self.growth.wake(space, rows.tolist(), True, source)
+            self.growth.wake(space, listed, True, source)
         self.watcher.became_resident(space, rows)
         return len(rows)
 
     # ---- room ----------------------------------------------------------------------------------
 
-    def make_room(self, space: Namespace, need: int, protected: set[int], now: float) -> None:
-        """Free slots: unused extents first, then cold blocks, clean ones before owed ones.
+    def make_room(
+        self,
+        space: Namespace,
+        runs: Sequence[Run],
+        protected: Callable[[], set[int]],
+        now: float,
+    ) -> None:
+        """Free slots for absent blocks, as many as the policy finds worth it.
 
-        The order gives up a block before its predecessor, so the ancestors of a block that must
-        stay come up one after the other, and one moving mark per run protects them all.
+        Unused extents come first, then cold blocks, clean ones before owed ones.
 
         Args:
-            protected: rows that must stay, and with them their ancestors.
+            runs: absent blocks, each run with its predecessor.
+            protected: tells rows that must stay, and with them their ancestors.
         """
-        space.demand = max(float(need), space.demand * DEMAND_DECAY)
-        self.handover.claim(space, need - len(space.free))
-        if len(space.free) < need:
+        asked = sum(len(run.keys) for run in runs)
+        if len(space.free) < asked:
+            space.demand = max(float(asked), space.demand * DEMAND_DECAY)
+            self.handover.claim(space, asked - len(space.free))
+        if len(space.free) < asked:
             self.handover.ask(space, now)
-            self.handover.claim(space, need - len(space.free))
-        short = need - len(space.free)
+            self.handover.claim(space, asked - len(space.free))
+        rooms = [space.policy.miss(run.keys, run.predecessor) for run in runs]
+        short = sum(room.blocks for room in rooms) - len(space.free)
         if short <= 0:
             return
+        may_go, stay = rooms[-1].candidates, protected()
         if space.dirty < len(space.policy):
-            clean = self._victims(space, short, protected, is_clean=True)
+            clean = self._victims(space, short, stay, may_go, is_clean=space.dirty > 0)
             self.evict(space, clean)
-            short -= len(clean)
+            short, may_go = short - len(clean), may_go - len(clean)
         if short > 0 and space.dirty:
-            owed = self._victims(space, short, protected, is_clean=False)
+            owed = self._victims(space, short, stay, may_go, is_clean=False)
             self.counters["writeback_shed"] += int(np.count_nonzero(space.owed[owed]))
             self.evict(space, owed)
 
     @staticmethod
-    def _victims(space: Namespace, most: int, protected: set[int], is_clean: bool) -> Rows:
-        """The coldest unpinned rows; with `is_clean` only those that owe nothing."""
+    def _victims(
+        space: Namespace, most: int, protected: set[int], may_go: int, is_clean: bool
+    ) -> Rows:
+        """The first unpinned rows of the order that no resident row needs; evict them at once.
+
+        A row that the order proposes before its successors waits for them: it is taken when the
+        last of them is. So no order can cut a prefix in two.
+
+        Args:
+            may_go: only so many candidates are looked at.
+            is_clean: take only rows that owe nothing.
+        """
         found: list[int] = []
-        blocked = set(protected)
+        waiting: set[int] = set()
         pins, parent, owed = space.pins.data, space.parent.data, space.owed.data
-        scan = VICTIMS_SCANNED_MAX
+        left = space.heirs.copy().data
+        scan = min(VICTIMS_SCANNED_MAX, may_go)
         if is_clean:
             scan = min(scan, CLEAN_SCANNED_MIN + CLEAN_SCANNED_PER_VICTIM * most)
-        for scanned, row in enumerate(space.policy.candidates()):
-            if len(found) == most or scanned == scan:
+        for row in itertools.islice(space.policy.candidates(), scan):
+            if pins[row] or (is_clean and owed[row]) or row in protected:
+                continue
+            if left[row]:
+                waiting.add(row)
+                continue
+            taken = row
+            while taken and len(found) < most:
+                found.append(taken)
+                before = parent[taken]
+                left[before] -= 1
+                taken = before if before in waiting and not left[before] else 0
+            if len(found) == most:
                 break
-            if row in blocked:
-                blocked.discard(row)
-                blocked.add(parent[row])
-            elif pins[row] == 0 and (not is_clean or owed[row] == 0):
-                found.append(row)
-            else:
-                blocked.add(parent[row])
         return np.array(found, np.int32)
 
     def evict(self, space: Namespace, rows: Rows) -> None:
@@ -204,8 +235,8 @@ class Books:
         if len(rows) == 0:
             return
         self.watcher.is_leaving(space, rows)
-        newest_first = rows[::-1]
-        space.policy.remove(newest_first)
+        np.subtract.at(space.heirs, space.parent[rows], 1)
+        space.policy.evict(rows)
         listed = rows.tolist()
         space.unlist(listed)
         space.free_rows(listed)
@@ -219,6 +250,7 @@ class Books:
         listed = rows.tolist()
         resident = rows[space.state[rows] == State.RESIDENT]
         if len(resident):
+            np.subtract.at(space.heirs, space.parent[resident], 1)
             space.policy.remove(resident)
         space.unlist(listed)
         if space.waiters:

@@ -8,14 +8,14 @@ Rule 2: no clock ends a lease of a living engine. `now` only ages statistics and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from tierkv.core.audit import check_directory
 from tierkv.core.books import Books
-from tierkv.core.eviction.base import Rows
-from tierkv.core.eviction.lru import Lru
+from tierkv.core.eviction.base import EvictionPolicy, Rows
+from tierkv.core.eviction.slru import Slru
 from tierkv.core.leases import Engine, Lease
 from tierkv.core.namespace import Namespace, State
 from tierkv.core.tiering import TieringManager
@@ -28,10 +28,20 @@ SLOTS_MAX = 1 << 24
 
 
 class Directory:
-    """Index of every cached block of the node, and the leases on them."""
+    """Index of every cached block of the node, and the leases on them.
 
-    def __init__(self, limits: Limits, tiers: Sequence[TierLimits] = ()) -> None:
+    Args:
+        make_policy: makes the eviction order of a new namespace.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        tiers: Sequence[TierLimits] = (),
+        make_policy: Callable[[], EvictionPolicy] = Slru,
+    ) -> None:
         self.limits = limits
+        self._make_policy = make_policy
         self.books = Books(limits)
         self.tiering = TieringManager(self.books, tiers)
         self.extents = self.books.extents
@@ -102,7 +112,7 @@ class Directory:
             slot_bytes=slot_bytes,
             units_per_extent=units,
             unit_bytes=self.extents.unit_bytes,
-            policy=Lru(),
+            policy=self._make_policy(),
             label=label,
             private_to=engine if is_private else None,
             block_tokens=block_tokens,
@@ -236,9 +246,8 @@ class Directory:
             self.counters["skipped_not_granting"] += asked
             return Granted(LeaseId(0), offsets)
         space.age(now)
-        reachable, need = self._reachable(space, runs)
-        if len(space.free) < need:
-            self.books.make_room(space, need, self._protected(space, reachable), now)
+        absent = self._absent(space, runs)
+        self.books.make_room(space, absent, lambda: self._protected(space, runs), now)
         rows: list[int] = []
         places: list[int] = []
         first = 0
@@ -341,16 +350,20 @@ class Directory:
         return filling
 
     @staticmethod
-    def _reachable(space: Namespace, runs: Sequence[Run]) -> tuple[list[Run], int]:
-        """Runs whose predecessor is here or comes in an earlier run, and the slots they need."""
+    def _absent(space: Namespace, runs: Sequence[Run]) -> list[Run]:
+        """The absent blocks of runs whose predecessor is here or comes in an earlier run."""
         found: list[Run] = []
         fresh: set[BlockKey] = set()
         for run in runs:
             before = run.predecessor
-            if before is None or before in space.index or before in fresh:
-                found.append(run)
-                fresh.update(key for key in run.keys if key not in space.index)
-        return found, len(fresh)
+            if not (before is None or before in space.index or before in fresh):
+                continue
+            keys = [key for key in run.keys if key not in space.index and key not in fresh]
+            if keys:
+                here = len(run.keys) - len(keys)
+                found.append(Run(run.keys[here - 1] if here else before, keys))
+                fresh.update(keys)
+        return found
 
     def _place_run(
         self, space: Namespace, run: Run, first: int, rows: list[int], places: list[int]

@@ -44,6 +44,7 @@ class Namespace:
         owed: per row the tiers that must still get the block, one bit per tier.
         queued: those of `owed` that wait for a write thread.
         moving: tiers that are writing the block now.
+        heirs: per row how many resident rows have it as their predecessor; row 0: prefixes.
         used_at: time of the last use, in the daemon's clock.
         changed: blocks that came or went since the cleaner looked.
         demand: slots that one request lately needed at once; see `Books.make_room`.
@@ -99,11 +100,12 @@ class Namespace:
         self.owed: npt.NDArray[np.uint8] = np.zeros(rows, np.uint8)
         self.queued: npt.NDArray[np.uint8] = np.zeros(rows, np.uint8)
         self.moving: npt.NDArray[np.uint8] = np.zeros(rows, np.uint8)
+        self.heirs: npt.NDArray[np.int32] = np.zeros(rows, np.int32)
 
     def _arrays(self) -> list[npt.NDArray[np.int64]]:
         columns = (self.state, self.pins, self.parent, self.serial, self.parent_serial)
         more = (self.offset, self.stamp, self.used_at, self.owed, self.queued, self.moving)
-        return [*columns, *more]  # type: ignore[list-item]  # dtypes differ
+        return [*columns, *more, self.heirs]  # type: ignore[list-item]  # dtypes differ
 
     def _grow(self, rows: int) -> None:
         have = len(self.state)
@@ -149,6 +151,7 @@ class Namespace:
         self.offset[first:end] = base + np.arange(extent.rows, dtype=np.int64) * self.slot_bytes
         self.extents.append(extent)
         self.free.extend(range(end - 1, first - 1, -1))
+        self.policy.resize(self.slots)
 
     def start_draining(self, extent: Extent, now: float) -> None:
         """No new grants from this extent."""
@@ -168,6 +171,7 @@ class Namespace:
         self.extents.remove(extent)
         self.offset[extent.first_row : extent.first_row + extent.rows] = -1
         self._free_ranges.append(extent.first_row)
+        self.policy.resize(self.slots)
 
     def draining(self) -> list[Extent]:
         """Extents that are about to change hands."""

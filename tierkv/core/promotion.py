@@ -21,7 +21,7 @@ from tierkv.core.lanes import Lanes, Work
 from tierkv.core.leases import Lease
 from tierkv.core.namespace import Namespace, State
 from tierkv.core.presence import Presence
-from tierkv.core.values import Op
+from tierkv.core.values import Op, Run
 from tierkv.core.work import WorkFactory
 from tierkv.types import BlockKey, Outcome
 
@@ -158,8 +158,10 @@ class Promoter:
         space, books = lease.space, self._books
         room = int(books.limits.promote_share_max * books.limits.pool_bytes) - self.bytes
         count = max(0, min(len(tiers), room // space.slot_bytes))
-        if len(space.free) < count:
-            books.make_room(space, count, set(), now)  # the lease pins what lies before
+        if count > 0:
+            after = space.keys[before] if before else None
+            # The lease pins what lies before.
+            books.make_room(space, [Run(after, keys[:count])], set, now)
         count = min(count, len(space.free))
         books.counters["promote_no_room"] += len(tiers) - count
         if count == 0:

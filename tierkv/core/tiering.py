@@ -11,7 +11,7 @@ Rule 3: a purge is acknowledged when no older job is left that could bring a pur
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -208,6 +208,19 @@ class TieringManager:
             self.presence.remove(namespace, keys, tier)
 
     # ---- life of the processes -----------------------------------------------------------------
+
+    def describe(self, tier: int, is_indexed: bool, is_durable: bool, capacity: int | None) -> None:
+        """Learn from the opened store itself what it is. Call it before `started`.
+
+        Args:
+            capacity: bytes; None if unbounded.
+        """
+        lane = self.lanes[tier]
+        if lane.limits.is_indexed != is_indexed:
+            self.presence.clear(tier)  # another kind of store remembers by another rule
+        lane.limits = replace(
+            lane.limits, is_indexed=is_indexed, is_durable=is_durable, capacity=capacity
+        )
 
     def started(self, tier: int, knows_all: bool) -> None:
         """A process serves a tier. An unindexed tier never knows all; others after their scan."""
