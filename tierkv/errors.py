@@ -47,3 +47,11 @@ class TierError(TierKVError):
 
 class TierUnavailableError(TierError):
     """The store of a tier does not answer, or refuses; nothing was done."""
+
+
+class LoadFailedError(TierKVError):
+    """Blocks of a hit could not be copied; their device memory is undefined. Compute them."""
+
+
+class UsageError(TierKVError):
+    """A caller of the SDK broke one of its rules; nothing was done."""

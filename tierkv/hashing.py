@@ -1,12 +1,17 @@
-"""Digests used as identities. Cryptographic on purpose: a collision would serve wrong bytes."""
+"""Digests used as identities. Cryptographic by default: a collision would serve wrong bytes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from tierkv.types import BlockKey, NamespaceId
 
@@ -42,6 +47,68 @@ def block_key(block_hash: bytes, group: int = 0, adapter: bytes | None = None) -
     if adapter is not None:
         block_hash = hashlib.blake2b(block_hash, digest_size=32, key=adapter[:64]).digest()
     return BlockKey(block_hash + group.to_bytes(1, "little"))
+
+
+HashAlgorithm = Literal["sha256", "xxh3"]
+Tokens = Sequence[int] | npt.NDArray[np.integer]
+_ROOT = struct.Struct("<7sII")  # name of the formula, block_tokens, length of the salt
+
+
+def block_hashes(
+    tokens: Tokens,
+    block_tokens: int,
+    *,
+    salt: bytes = b"",
+    adapter: bytes = b"",
+    extras: Mapping[int, bytes] | None = None,
+    algorithm: HashAlgorithm = "sha256",
+) -> list[BlockKey]:
+    """Keys of the full blocks of a prompt, each standing for all tokens up to its end.
+
+    With H the algorithm, `u32` four bytes and all numbers little-endian::
+
+        h(-1) = H("TKVHSH1" | u32 block_tokens | u32 length of salt | salt | adapter)
+        h(i)  = H(h(i-1) | block_tokens times u32 token | extras[i])
+        key   = h(i) | one byte 0
+
+    Args:
+        tokens: token ids from 0 to 2**32 - 1, in order from the first of the prompt.
+        salt: keeps prompts apart that must not share, for example those of two tenants.
+        adapter: digest of what changes the model for this prompt, for example of a LoRA's files.
+        extras: by block index what else its KV depends on, for example the digest of an image.
+        algorithm: `sha256` (32 bytes), or `xxh3` (128 bits, 16 bytes): faster, but whoever chooses
+            prompts can construct two with one hash and so read another prompt's KV. Use it only
+            where every prompt is trusted.
+    Raises:
+        ValueError: a token id, block size or algorithm is out of range.
+    """
+    if block_tokens < 1:
+        raise ValueError(f"block_tokens: {block_tokens} is no number of tokens; use 1 or more")
+    numbers = np.asarray(tokens)
+    if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
+        raise ValueError("tokens: must be a list of token ids")
+    if len(numbers) and (int(numbers.min()) < 0 or int(numbers.max()) >= 1 << 32):
+        raise ValueError("tokens: an id is below 0 or above 2**32 - 1")
+    digest = _digest_of(algorithm)
+    blocks = len(numbers) // block_tokens
+    text = numbers[: blocks * block_tokens].astype("<u4").tobytes()
+    size = block_tokens * 4
+    extras = extras or {}
+    last = digest(_ROOT.pack(b"TKVHSH1", block_tokens, len(salt)) + salt + adapter)
+    keys = []
+    for index in range(blocks):
+        part = text[index * size : (index + 1) * size]
+        last = digest(last + part + extras.get(index, b""))
+        keys.append(block_key(last))
+    return keys
+
+
+def _digest_of(algorithm: str) -> Callable[[bytes], bytes]:
+    if algorithm == "sha256":
+        return lambda text: hashlib.sha256(text).digest()
+    if algorithm == "xxh3":
+        return xxhash.xxh3_128_digest
+    raise ValueError(f"hash_algorithm: {algorithm!r} is unknown; use sha256 or xxh3")
 
 
 def _sample_file(path: Path, hasher: hashlib.blake2b) -> None:

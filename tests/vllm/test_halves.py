@@ -22,7 +22,8 @@ from tests.processes import Node, wait_for
 from tierkv.config import EngineConfig, TierConfig
 from tierkv.connectors.vllm.adapters import AdapterDigests
 from tierkv.connectors.vllm.identity import geometry_by_rank, namespace_of
-from tierkv.connectors.vllm.kv_layout import KvLayout, Pages, describe_layers
+from tierkv.connectors.vllm.kv_layout import describe_layers
+from tierkv.device.layout import KvLayout, Pages
 from tierkv.connectors.vllm.meta import (
     NO_GENERATION,
     LoadPlan,

@@ -25,9 +25,10 @@ import numpy.typing as npt
 import torch
 
 from tierkv.bench.report import AA_SPREAD_MAX, aa_spread, say
-from tierkv.connectors.vllm.kv_layout import KvLayout, Pages, describe_layers
+from tierkv.connectors.vllm.kv_layout import describe_layers
 from tierkv.device.base import Descriptors, Direction
 from tierkv.device.cpu import create_cpu_engine
+from tierkv.device.layout import KvLayout, Pages
 from tierkv.pool import Pool, create_pool
 from tierkv.types import slot_bytes_of
 

@@ -352,7 +352,7 @@ def run(
     """
     trace = load_trace(path)
     results = [
-        replay(trace, setup_of(trace, dram_share, tier_share, name, policy, commits))
+        replay(trace, setup_of(trace, dram_share, tier_share, name, policy=policy, commits=commits))
         for name in write_policies
     ]
     is_right = not any(result.problems for result in results)
@@ -376,6 +376,7 @@ def setup_of(
     dram_share: float,
     tier_share: float,
     write_policy: str,
+    *,
     policy: str = "slru",
     commits: int = 1,
 ) -> Setup:

@@ -12,54 +12,23 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
 
 from tierkv.config import differing_keys
 from tierkv.core.values import Granted
 from tierkv.errors import DaemonUnavailableError, RefusedError
 from tierkv.service import wire
+from tierkv.service.answers import Answer, Attachment
 from tierkv.service.breaker import Breaker
 from tierkv.service.connection import Connection, Link
 from tierkv.types import BlockKey, EngineId, LeaseId, NamespaceId
 
 logger = logging.getLogger(__name__)
 
+__all__ = ["Answer", "Attachment", "Client"]
+
 UNACKNOWLEDGED_MAX = 4_096
 PING_EVERY = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Attachment:
-    """A namespace that the client attaches anew in every session."""
-
-    namespace: NamespaceId
-    slot_bytes: int
-    label: str
-    is_private: bool
-    block_tokens: int = 0
-
-
-@dataclass(slots=True)
-class Answer:
-    """What is known of one lookup; grows while blocks are on their way.
-
-    Attributes:
-        lease: 0 if nothing was found.
-        offsets: byte offsets in the pool of the readable blocks, from the first key on.
-        pending: blocks behind them that may still come.
-        is_promoting: some of those come from a tier; else other engines are writing them.
-        sources: per readable block 0 if DRAM had it, else 1 + the number of its tier.
-    """
-
-    lease: LeaseId
-    offsets: npt.NDArray[np.int64]
-    pending: int
-    is_promoting: bool = False
-    sources: bytes = b""
 
 
 class Client:
@@ -143,6 +112,11 @@ class Client:
         if self.link is Link.UP and self.breaker.may_try(now):
             self._trial = self._next()
             self._post(wire.Ping(self._trial))
+
+    def wait(self, wait_s: float) -> None:
+        """Wait for one message, at most `wait_s`, and take in what came."""
+        self._connection.wait(wait_s)
+        self.poll()
 
     def connect(self, wait_s: float) -> None:
         """Connect, waiting at most `wait_s`. For administrators and tests.
@@ -332,31 +306,48 @@ class Client:
 
     # ---- store ---------------------------------------------------------------------------------
 
+    def send_reserve(
+        self,
+        namespace: NamespaceId,
+        runs: Sequence[tuple[BlockKey | None, Sequence[BlockKey]]],
+    ) -> int:
+        """Ask for slots for runs of new blocks, given as (predecessor, keys), without waiting.
+
+        Returns:
+            A ticket for `take_grant`; 0 if there is nobody to ask.
+        """
+        keys = [key for _, run in runs for key in run]
+        if not keys or len(keys) > wire.KEYS_MAX or not self.is_attached(namespace):
+            return 0
+        seq = self._next()
+        counts = [(bytes(before or b""), len(run)) for before, run in runs]
+        if not self._post(wire.Reserve(seq, namespace, len(keys[0]), b"".join(keys), counts)):
+            return 0
+        self._waiting.add(seq)
+        return seq
+
+    def take_grant(self, ticket: int, deadline_s: float | None = None) -> Granted | None:
+        """The answer to a reserve, waiting at most the deadline.
+
+        Returns:
+            None if nobody answered in time; a grant with lease 0 if nothing is to be written.
+        """
+        reply = self._await(ticket, self.deadline_s if deadline_s is None else deadline_s)
+        if not isinstance(reply, wire.GrantedReply):
+            return None
+        if reply.lease:
+            self.leases.add(LeaseId(reply.lease))
+        return Granted(LeaseId(reply.lease), wire.unpack_offsets(reply.offsets))
+
     def reserve(
         self,
         namespace: NamespaceId,
         runs: Sequence[tuple[BlockKey | None, Sequence[BlockKey]]],
         deadline_s: float | None = None,
     ) -> Granted | None:
-        """Take slots for runs of new blocks, given as (predecessor, keys).
-
-        Returns:
-            None if nobody answered in time; a grant with lease 0 if nothing is to be written.
-        """
-        keys = [key for _, run in runs for key in run]
-        if not keys or len(keys) > wire.KEYS_MAX or not self.is_attached(namespace):
-            return None
-        seq = self._next()
-        counts = [(bytes(before or b""), len(run)) for before, run in runs]
-        if not self._post(wire.Reserve(seq, namespace, len(keys[0]), b"".join(keys), counts)):
-            return None
-        self._waiting.add(seq)
-        reply = self._await(seq, self.deadline_s if deadline_s is None else deadline_s)
-        if not isinstance(reply, wire.GrantedReply):
-            return None
-        if reply.lease:
-            self.leases.add(LeaseId(reply.lease))
-        return Granted(LeaseId(reply.lease), wire.unpack_offsets(reply.offsets))
+        """`send_reserve` and `take_grant` in one."""
+        ticket = self.send_reserve(namespace, runs)
+        return self.take_grant(ticket, deadline_s) if ticket else None
 
     def commit(self, lease: LeaseId, is_ok: Sequence[bool]) -> None:
         """End a write lease, one flag per granted block in the order of the grant. One-way."""

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from tierkv.connectors.vllm.kv_layout import Pages
+from tierkv.device.layout import Pages
 
 NO_GENERATION = -1  # of a plan that must fail: no pool has it
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from tierkv.config import EngineConfig
 from tierkv.connectors.vllm.adapters import AdapterDigests
-from tierkv.connectors.vllm.kv_layout import Pages
 from tierkv.connectors.vllm.meta import (
     NO_GENERATION,
     LoadPlan,
@@ -28,6 +27,7 @@ from tierkv.connectors.vllm.meta import (
 )
 from tierkv.connectors.vllm.requests import CopyState, RequestState, Roles, Sizes
 from tierkv.core.values import NO_OFFSETS, Granted
+from tierkv.device.layout import Pages
 from tierkv.hashing import block_key
 from tierkv.service.client import Answer, Attachment, Client
 from tierkv.types import BlockKey, LeaseId

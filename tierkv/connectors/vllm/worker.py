@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierkv.connectors.vllm.kv_layout import KvLayout, describe_layers
+from tierkv.connectors.vllm.kv_layout import describe_layers
 from tierkv.connectors.vllm.meta import (
     LoadPlan,
     StepPlan,
@@ -24,6 +24,7 @@ from tierkv.connectors.vllm.meta import (
     WorkerReport,
 )
 from tierkv.device.base import CopyEngine, CopyEvent, Direction
+from tierkv.device.layout import KvLayout
 from tierkv.mapper import PoolMapper
 from tierkv.pool import Pool
 from tierkv.types import EngineId

@@ -1,0 +1,363 @@
+"""The SDK's engine: one session, one mapping of the pool, and what is on its way.
+
+Rule 1: nothing here waits. `poll` brings everything forward by what has happened meanwhile.
+Rule 2: everything runs under the lock of the `Cache` that owns it.
+Rule 3: a copy is counted in the mapper lock before the pool's generation is looked at, so that a
+new daemon never gives a slot away under a running copy.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from tierkv.config import TierKVConfig
+from tierkv.device.base import CopyEngine, Direction
+from tierkv.device.layout import KvLayout, Pages
+from tierkv.mapper import PoolMapper
+from tierkv.pool import Pool, pool_path
+from tierkv.sdk.work import Copy, Hit, Stage
+from tierkv.service import wire
+from tierkv.service.answers import Attachment
+from tierkv.service.client import Client
+from tierkv.service.daemon import node_text
+from tierkv.service.launcher import start_daemon
+from tierkv.types import BlockKey, EngineId, LeaseId
+
+logger = logging.getLogger(__name__)
+
+PREFETCHES_MAX = 64
+_NOTHING = np.zeros(0, np.int64)
+
+
+class Engine:
+    """Everything of a `Cache` that changes.
+
+    Args:
+        attachment: the namespace; attached in every session.
+        copies: moves the bytes; ours to close.
+    """
+
+    def __init__(
+        self,
+        name: EngineId,
+        config: TierKVConfig,
+        attachment: Attachment,
+        layout: KvLayout,
+        copies: CopyEngine,
+    ) -> None:
+        node, socket = config.node, config.node.service.socket_path
+        self.config = config.engine
+        self.attachment = attachment
+        self.layout = layout
+        self.client = Client(
+            socket,
+            name,
+            node=node_text(node),
+            deadline_s=config.engine.request_deadline,
+            start=(lambda: start_daemon(node)) if node.service.mode == "auto" else None,
+            start_wait_s=node.service.start_wait_max,
+        )
+        self.client.attach(attachment)
+        self.busy: Counter[int] = Counter()  # device blocks that copies read or write
+        self.written: set[int] = set()  # those that they write
+        self._mapper = PoolMapper(pool_path(node.dram.directory, socket), socket.parent, name)
+        self._copies = copies
+        self._hits: dict[LeaseId, Hit] = {}
+        self._asked: list[Hit] = []  # lookups that are not done
+        self._on_way: list[Copy] = []
+        self._prefetches: list[Hit] = []
+        self._generation = 0
+        self._must_quiesce = False
+        self._names: tuple[str, ...] = ("dram",)
+
+    # ---- state ---------------------------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether lookups have a chance now."""
+        return self.client.is_attached(self.attachment.namespace) and self._pool() is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no copy is on its way."""
+        return not self._on_way
+
+    def poll(self) -> None:
+        """Get on with everything. Never waits."""
+        self.client.poll()
+        now = time.monotonic()
+        if self.client.generation != self._generation:
+            self._new_generation()
+        for hit in list(self._asked):
+            self._settle(hit, now)
+        recalled, self.client.recalled = self.client.recalled, []
+        for lease in recalled:
+            hit_of_it = self._hits.get(lease)
+            if hit_of_it is not None and not hit_of_it._is_taken:
+                self._void(hit_of_it)
+        for copy in list(self._on_way):
+            self._advance(copy, now)
+        for hit in [hit for hit in self._prefetches if hit._is_done]:
+            self._prefetches.remove(hit)
+            self.release(hit)
+        if self._must_quiesce and all(c._generation == self._generation for c in self._on_way):
+            self._must_quiesce = False
+            self.client.say_quiesced()
+
+    def close(self) -> None:
+        """Let copies end and give everything back. Blocks for the copies."""
+        self._copies.close()
+        self.poll()
+        self.client.close()
+        self._mapper.close()
+
+    def _new_generation(self) -> None:
+        """Another daemon: no lease means anything any more."""
+        self._generation = self.client.generation
+        welcome = self.client.welcome
+        assert welcome is not None, "a generation comes with a welcome"
+        self._must_quiesce = welcome.must_quiesce
+        self._names = ("dram", *_tier_names(welcome.node))
+        for hit in [*self._asked, *self._hits.values()]:
+            if hit._lease:
+                self._void(hit)
+
+    def _pool(self) -> Pool | None:
+        """The mapping of the present daemon's pool, if it is there already."""
+        welcome = self.client.welcome
+        if welcome is None:
+            return None
+        return self._mapper.get(welcome.pool, welcome.generation)
+
+    def _count_copies(self, about_to_start: int = 0) -> None:
+        running = sum(copy._stage is Stage.COPYING for copy in self._on_way)
+        self._mapper.note_copies(running + about_to_start)
+
+    # ---- lookups -------------------------------------------------------------------------------
+
+    def ask(self, hit: Hit) -> None:
+        """Send a lookup."""
+        now = time.monotonic()
+        wanted = (len(hit.keys) - hit.held) * self.attachment.block_tokens
+        is_worth_it = wanted >= max(1, self.config.swap_in_threshold)
+        if not is_worth_it or not self.is_ready:
+            hit._is_done = True
+            self.client.touch(self.attachment.namespace, hit.keys[: hit.held])
+            return
+        hit._ticket = self.client.send_lookup(self.attachment.namespace, hit.keys[: wire.KEYS_MAX])
+        hit._is_done = hit._ticket == 0
+        hit._answer_by = now + self.config.request_deadline
+        if not hit._is_done:
+            self._asked.append(hit)
+
+    def prefetch(self, hit: Hit) -> None:
+        """Send a lookup that is given up as soon as it is done."""
+        if len(self._prefetches) < PREFETCHES_MAX:
+            self.ask(hit)
+            self._prefetches.append(hit)
+
+    def _settle(self, hit: Hit, now: float) -> None:
+        """Take in what is known of a lookup by now."""
+        if hit._ticket and not self._take_answer(hit, now):
+            return
+        answer = hit._answer
+        if answer is not None:
+            hit._offsets = answer.offsets[hit.held :]
+            sources = answer.sources[hit.held :]
+            hit._sources = tuple(self._name(number) for number in sources)
+            hit._promised = max(hit._promised, len(hit._offsets))
+            fill_wait = self.config.fill_wait_max
+            grow_s = 0.0 if fill_wait == "step" else float(fill_wait)
+            if answer.is_promoting:
+                grow_s = self.config.promote_wait_max
+            if answer.pending and now < hit._grow_by + grow_s:
+                return
+        self.finish(hit)
+
+    def _take_answer(self, hit: Hit, now: float) -> bool:
+        """Read the answer to a lookup; False if it may still come."""
+        is_here = self.client.has_answer(hit._ticket)
+        if not is_here and now < hit._answer_by:
+            return False
+        if not is_here:
+            self.client.breaker.note(False, now)
+        hit._answer = self.client.take_answer(hit._ticket, 0.0)
+        hit._ticket = 0
+        hit._grow_by = now
+        if hit._answer is not None:
+            hit._lease = hit._answer.lease
+            hit._generation = self._generation
+            if hit._lease:
+                self._hits[hit._lease] = hit
+        return True
+
+    def finish(self, hit: Hit) -> None:
+        """Nothing more is waited for; what is not worth a load is given up."""
+        if hit._is_done:
+            return
+        if hit._ticket:
+            self.client.forget_lookup(hit._ticket)
+            hit._ticket = 0
+        hit._is_done = True
+        if hit in self._asked:
+            self._asked.remove(hit)
+        blocks = len(hit._offsets)
+        is_prefetch = hit in self._prefetches
+        least = 0 if is_prefetch else self.config.swap_in_threshold
+        if blocks == 0 or blocks * self.attachment.block_tokens < least:
+            hit._promised = 0
+            self._void(hit)
+        elif hit._answer is not None and hit._answer.pending:
+            self._take(hit)  # or it would go on growing
+
+    def release(self, hit: Hit) -> None:
+        """Give a hit up; blocks that are being copied stay until then."""
+        hit._is_released = True
+        self.finish(hit)
+        if hit._copies == 0:
+            self._void(hit)
+
+    def _void(self, hit: Hit) -> None:
+        """A hit of nothing from now on."""
+        lease, hit._lease = hit._lease, LeaseId(0)
+        hit._answer, hit._offsets, hit._sources = None, _NOTHING, ()
+        if not hit._ticket:
+            hit._is_done = True
+            if hit in self._asked:
+                self._asked.remove(hit)
+        if lease:
+            self._hits.pop(lease, None)
+            if hit._generation == self._generation:
+                self.client.release([lease])
+
+    def _take(self, hit: Hit) -> None:
+        """From now on the daemon may not ask for these blocks back."""
+        if not hit._is_taken and hit._lease:
+            hit._is_taken = True
+            self.client.trim(hit._lease, hit.held + len(hit._offsets))
+
+    def _name(self, source: int) -> str:
+        return self._names[source] if source < len(self._names) else f"tier {source}"
+
+    # ---- copies --------------------------------------------------------------------------------
+
+    def load(self, copy: Copy, hit: Hit) -> None:
+        """Start a load, or fail it at once."""
+        self.finish(hit)
+        self._count_copies(about_to_start=1)
+        pool = self._pool()
+        if pool is None or not hit._lease or len(hit._offsets) < len(copy.blocks):
+            copy._is_ok, copy._stage = False, Stage.DONE
+            self._count_copies()
+            return
+        self._take(hit)
+        hit._copies += 1
+        copy._generation = self._generation
+        self.written.update(copy.blocks)
+        self._submit(copy, pool, Direction.LOAD, copy.blocks, hit._offsets[: len(copy.blocks)])
+
+    def store(self, copy: Copy, keys: Sequence[BlockKey], after: BlockKey | None) -> None:
+        """Ask for slots; the copy follows when they are there."""
+        copy._generation = self._generation
+        if self.is_ready:
+            copy._ticket = self.client.send_reserve(self.attachment.namespace, [(after, keys)])
+        if not copy._ticket:
+            copy._stage = Stage.DONE
+            return
+        copy._answer_by = time.monotonic() + self.config.request_deadline
+        self.busy.update(copy.blocks)
+        self._on_way.append(copy)
+
+    def _submit(
+        self,
+        copy: Copy,
+        pool: Pool,
+        direction: Direction,
+        blocks: Sequence[int],
+        offsets: np.ndarray[tuple[int], np.dtype[np.int64]],
+    ) -> None:
+        pages = Pages(tuple(blocks), tuple(offsets.tolist()), (0,) * len(blocks))
+        copies = self.layout.descriptors(self.layout.names, pages, pool.address, 0)
+        copy._copied = len(blocks)
+        copy._stage = Stage.COPYING
+        if copy not in self._on_way:
+            self.busy.update(copy.blocks)
+            self._on_way.append(copy)
+        copy._event = self._copies.submit(direction, copies)
+
+    def _advance(self, copy: Copy, now: float) -> None:
+        if copy._stage is Stage.RESERVING:
+            self._take_grant(copy, now)
+        if copy._stage is Stage.COPYING and copy._event is not None and copy._event.is_done():
+            self._end(copy, copy._event.is_ok)
+
+    def _take_grant(self, copy: Copy, now: float) -> None:
+        is_here = self.client.has_answer(copy._ticket)
+        if not is_here and now < copy._answer_by:
+            return
+        if not is_here:
+            self.client.breaker.note(False, now)
+        grant = self.client.take_grant(copy._ticket, 0.0)
+        copy._ticket = 0
+        if grant is None or not grant.lease or copy._generation != self._generation:
+            self._leave(copy)
+            return
+        granted = np.flatnonzero(grant.offsets >= 0)
+        copy._lease = grant.lease
+        self._count_copies(about_to_start=1)
+        pool = self._pool()
+        blocks = [copy.blocks[at] for at in granted.tolist()]
+        copy._copied = len(blocks)
+        if pool is None:
+            self._end(copy, False)
+            return
+        self._submit(copy, pool, Direction.STORE, blocks, grant.offsets[granted])
+
+    def _end(self, copy: Copy, is_ok: bool) -> None:
+        """The bytes are there, or will never be."""
+        hit = copy._hit
+        is_current = copy._generation == self._generation
+        if hit is None:
+            if is_current:
+                self.client.commit(copy._lease, [is_ok] * copy._copied)
+            is_ok = is_ok and is_current
+        else:
+            hit._copies -= 1
+            if hit._is_released and hit._copies == 0:
+                self._void(hit)
+            self.written.difference_update(copy.blocks)
+        copy._is_ok = is_ok
+        if not is_ok:
+            copy._copied = 0
+        self._leave(copy)
+
+    def _leave(self, copy: Copy) -> None:
+        """The device blocks are free again."""
+        copy._stage, copy._event = Stage.DONE, None
+        self._on_way.remove(copy)
+        self.busy.subtract(copy.blocks)
+        self.busy += Counter()  # forget those at zero
+        self._count_copies()
+
+    # ---- reports -------------------------------------------------------------------------------
+
+    def report(self, held_tokens: int, sources: Sequence[str], computed_tokens: int) -> None:
+        """Tell where a prompt's tokens came from."""
+        found = Counter(sources)
+        by_tier = [found[name] * self.attachment.block_tokens for name in self._names]
+        self.client.say_outcome(held_tokens, by_tier, computed_tokens)
+
+
+def _tier_names(node: str) -> list[str]:
+    """Names of the daemon's tiers, from its configuration as told in the welcome."""
+    try:
+        tiers = json.loads(node)["tiers"]
+        return [str(tier["type"]) for tier in tiers]
+    except (ValueError, KeyError, TypeError):
+        return []
