@@ -7,11 +7,12 @@ Rule 2: one lock, never held while anything is waited for.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -121,8 +122,7 @@ class Cache:
     @property
     def is_ready(self) -> bool:
         """Whether lookups have a chance now. Never waits."""
-        with self._lock:
-            self._check()
+        with self._use():
             self._engine.poll()
             return self._engine.is_ready
 
@@ -143,16 +143,13 @@ class Cache:
 
     def poll(self) -> None:
         """Get on with everything that is on its way. Never waits; every other call does it too."""
-        with self._lock:
-            self._check()
+        with self._use():
             self._engine.poll()
 
     def close(self) -> None:
         """Wait for copies, then end the session and release everything. Safe twice."""
-        with self._lock:
-            if self._is_closed or self._process != os.getpid():
-                self._is_closed = True
-                return
+        if self._is_foreign:
+            return
         self._wait(self.is_idle, None)
         with self._lock:
             if not self._is_closed:
@@ -161,10 +158,8 @@ class Cache:
 
     def is_idle(self) -> bool:
         """Whether no copy is on its way. Never waits."""
-        with self._lock:
-            if not self._is_closed:
-                self._engine.poll()
-            return self._is_closed or self._engine.is_idle
+        with self._look() as is_open:
+            return not is_open or self._engine.is_idle
 
     def __enter__(self) -> Cache:
         return self
@@ -218,8 +213,7 @@ class Cache:
         if not 0 <= held <= len(keys):
             raise UsageError(f"held: {held} is not between 0 and the {len(keys)} keys")
         hit = Hit(self, keys, held)
-        with self._lock:
-            self._check()
+        with self._use():
             self._engine.poll()
             self._engine.ask(hit)
         return hit
@@ -258,8 +252,7 @@ class Cache:
                 block is no block, is given twice, or another copy is using it.
         """
         targets = self._numbers(blocks)
-        with self._lock:
-            self._check()
+        with self._use():
             if hit._cache is not self:
                 raise UsageError("the hit belongs to another cache")
             if hit._is_released:
@@ -291,10 +284,12 @@ class Cache:
 
     def release(self, hit: Hit) -> None:
         """Give a hit up; safe twice. A copy in flight keeps its blocks until it has ended."""
+        if hit._cache is not self:
+            raise UsageError("the hit belongs to another cache")
+        if self._is_foreign:
+            return
         with self._lock:
-            if hit._cache is not self:
-                raise UsageError("the hit belongs to another cache")
-            if not self._is_closed and self._process == os.getpid():
+            if not self._is_closed:
                 self._engine.release(hit)
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
@@ -302,15 +297,13 @@ class Cache:
 
         Of many prefetches at a time, those above `PREFETCHES_MAX` are left out.
         """
-        with self._lock:
-            self._check()
+        with self._use():
             self._engine.poll()
             self._engine.prefetch(Hit(self, keys, 0))
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Note that a prompt was served from the device alone, so its blocks stay warm."""
-        with self._lock:
-            self._check()
+        with self._use():
             self._engine.poll()
             self._engine.client.touch(self.namespace, list(keys)[: wire.KEYS_MAX])
 
@@ -322,8 +315,7 @@ class Cache:
             hit: what was loaded; None for nothing.
             computed_tokens: those that were computed.
         """
-        with self._lock:
-            self._check()
+        with self._use():
             sources = hit.sources if hit is not None else ()
             self._engine.report(held_tokens, sources, computed_tokens)
 
@@ -346,8 +338,7 @@ class Cache:
             raise UsageError(f"{len(keys)} keys for {len(sources)} device blocks")
         if len(keys) > wire.KEYS_MAX:
             raise UsageError(f"{len(keys)} blocks in one store; at most {wire.KEYS_MAX}")
-        with self._lock:
-            self._check()
+        with self._use():
             self._engine.poll()
             self._refuse_busy(sources, self._engine.written)
             copy = Copy(self, sources, None)
@@ -370,13 +361,19 @@ class Cache:
 
     # ---- steps ---------------------------------------------------------------------------------
 
-    def _check(self) -> None:
-        if self._is_closed:
-            raise UsageError("the cache is closed; make a new one")
-        if self._process != os.getpid():
-            raise UsageError(
-                "the cache belongs to the process that forked this one; make a new one"
-            )
+    @property
+    def _is_foreign(self) -> bool:
+        return self._process != os.getpid()
+
+    @contextlib.contextmanager
+    def _use(self) -> Iterator[None]:
+        """The lock, for a cache that can be used; a forked child must not even wait for it."""
+        if self._is_foreign:
+            raise UsageError("the cache belongs to the process that forked this one; make another")
+        with self._lock:
+            if self._is_closed:
+                raise UsageError("the cache is closed; make a new one")
+            yield
 
     def _numbers(self, blocks: Sequence[int]) -> list[int]:
         numbers = np.asarray(blocks).ravel()
@@ -411,25 +408,28 @@ class Cache:
 
     # ---- for hits and copies -------------------------------------------------------------------
 
-    def _poll_for(self) -> None:
-        """Look at what came; a closed cache, or one of another process, sees nothing any more."""
-        if not self._is_closed and self._process == os.getpid():
-            self._engine.poll()
+    @contextlib.contextmanager
+    def _look(self) -> Iterator[bool]:
+        """The lock, after a look at what came. Tells whether anything may still come."""
+        if self._is_foreign:
+            yield False
+            return
+        with self._lock:
+            if not self._is_closed:
+                self._engine.poll()
+            yield not self._is_closed
 
     def _is_settled(self, hit: Hit) -> bool:
-        with self._lock:
-            self._poll_for()
-            return hit._is_done or self._is_closed
+        with self._look() as is_open:
+            return hit._is_done or not is_open
 
-    def _look_at(self, hit: Hit) -> tuple[str, ...]:
-        with self._lock:
-            self._poll_for()
+    def _sources_of(self, hit: Hit) -> tuple[str, ...]:
+        with self._look():
             return hit._sources
 
     def _is_copied(self, copy: Copy) -> bool:
-        with self._lock:
-            self._poll_for()
-            return copy._stage is Stage.DONE or self._is_closed
+        with self._look() as is_open:
+            return copy._stage is Stage.DONE or not is_open
 
 
 def _read_config(

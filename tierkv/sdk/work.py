@@ -51,7 +51,7 @@ class Hit:
     @property
     def blocks(self) -> int:
         """Blocks that can be loaded: `keys[held : held + blocks]`. May grow until `is_done`."""
-        return len(self._cache._look_at(self))
+        return len(self._cache._sources_of(self))
 
     @property
     def tokens(self) -> int:
@@ -61,7 +61,7 @@ class Hit:
     @property
     def sources(self) -> tuple[str, ...]:
         """Where each of `blocks` was when it was asked for: `dram`, or the name of a tier."""
-        return self._cache._look_at(self)
+        return self._cache._sources_of(self)
 
     @property
     def is_done(self) -> bool:
