@@ -71,7 +71,7 @@ DEFAULTS = {
     "node.dram.extent_unit": 64 * MIB,
     "node.dram.hugepages": "auto",
     "node.dram.pinned_share_max": 0.5,
-    "node.eviction": "lru",
+    "node.eviction": "slru",
     "node.write_policy": "write_back",
     "node.tiers": (),
     "node.service.mode": "auto",
@@ -281,7 +281,9 @@ def test_a_value_of_the_wrong_kind_is_told_with_the_value():
         ({"type": "object", "url": "s3://b", "capacity": "1GiB"}, "has no capacity"),
         ({"type": "mooncake"}, "'mooncake' is not available in this version"),
         ({"type": "fs", "path": "/x", "capacity": 0}, "capacity must be above 0"),
-        ({"type": "floppy"}, "node.tiers[0].type: "),
+        ({"type": "floppy"}, "node.tiers[0].type: no tier is named 'floppy'; known are memory, fs"),
+        ({"type": "objct", "url": "s3://b"}, "did you mean object?"),
+        ({"type": 5}, "node.tiers[0].type: "),
         ({"type": "fs", "path": "/x", "deadline": 0}, "node.tiers[0].deadline: "),
         ({"type": "fs", "path": "/x", "hits_min": 0}, "node.tiers[0].hits_min: "),
         ({"type": "fs", "path": "/x", "pat": 1}, "did you mean node.tiers[].path?"),
@@ -307,6 +309,23 @@ def test_credentials_are_refused_and_never_repeated(tier):
     message = message_for(tree)
     assert "credentials belong into the environment" in message
     assert "SEKRET" not in message
+
+
+def test_an_order_of_eviction_that_nobody_has_is_refused():
+    """Those of installed packages: test_plugins.py."""
+    message = message_for({"node": {"eviction": "srlu"}})
+    assert "node.eviction: no eviction policy is named 'srlu'; did you mean slru?" in message
+    assert "lru, slru, arc" in message
+
+
+def test_a_deadline_has_a_default_by_type():
+    tiers = [{"type": "fs", "path": "/x"}, {"type": "object", "url": "s3://b", "deadline": "3s"}]
+    assert [tier.deadline_s for tier in parse_config({"node": {"tiers": tiers}}).node.tiers] == [
+        2,
+        3,
+    ]
+    alone = parse_config({"node": {"tiers": [{"type": "object", "url": "s3://b"}]}})
+    assert alone.node.tiers[0].deadline_s == 10.0
 
 
 def test_two_tiers_of_one_type_are_refused():

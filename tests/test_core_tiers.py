@@ -6,10 +6,11 @@ import pytest
 
 from tests.core_world import SPACE, keys_of
 from tests.tier_world import TierWorld
+from tierkv.core.directory import Directory
 from tierkv.core.lanes import FAILURES_MAX, HUNG_DEADLINES
 from tierkv.core.namespace import State
-from tierkv.core.values import Op, Ready, Run, TaskEnded, TierLimits
-from tierkv.types import Outcome
+from tierkv.core.values import Limits, Op, Ready, Run, TaskEnded, TierLimits
+from tierkv.types import NamespaceId, Outcome
 
 BACK = TierLimits("fs")
 THROUGH = TierLimits("fs", write_policy="write_through")
@@ -263,6 +264,21 @@ def test_the_selective_policy_counts_uses_of_blocks_that_were_evicted(make):
     world.store("xy")
     world.store("ab")
     assert world.work() == ["WRITE ab"]
+
+
+def test_the_selective_policy_remembers_large_blocks_of_a_tier_without_bounds():
+    slot, space = 2 << 20, NamespaceId(b"L" * 32)
+    tier = TierLimits("object", write_policy="write_through_selective", is_indexed=False)
+    directory = Directory(Limits(8 * slot, 8 * slot, pinned_share_max=1.0), [tier])
+    directory.tiering.started(0, True)
+    directory.open_engine("e")
+    directory.attach("e", space, slot)
+    keys = keys_of("abcdefgh")
+    granted = directory.reserve("e", space, [Run(None, keys)], 0.0)
+    directory.commit(granted.lease, [True] * len(keys))
+    directory.release(directory.lookup("e", space, keys, 0.0).lease)
+    jobs = directory.tiering.take_jobs(0.0)
+    assert sum(len(job.keys) for job in jobs if job.op is Op.WRITE) == len(keys)
 
 
 def test_a_block_that_the_tier_has_is_not_owed_again(make):

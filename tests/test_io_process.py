@@ -109,6 +109,28 @@ def test_a_block_goes_down_and_comes_up_in_another_slot(start):
     assert (host.payload(3) == 7).all()
 
 
+def test_the_first_message_says_what_the_store_is(start):
+    """The daemon believes the store and nothing else, so it comes before what the store holds."""
+    ready = io_wire.receive_in_daemon(start().end)
+    assert isinstance(ready, io_wire.Ready)
+    assert (ready.is_indexed, ready.is_durable, ready.capacity) == (True, False, 1 << 20)
+    assert "TierInfo(type='memory'" in ready.text
+
+
+class Endless(MemoryTier):
+    """A store with other answers than the one it is made of."""
+
+    @property
+    def info(self):
+        return dataclasses.replace(super().info, is_indexed=False, is_durable=True, capacity=None)
+
+
+def test_a_store_without_a_bound_says_so(start):
+    ready = io_wire.receive_in_daemon(start(Endless).end)
+    assert isinstance(ready, io_wire.Ready)
+    assert (ready.is_indexed, ready.is_durable, ready.capacity) == (False, True, None)
+
+
 def test_changes_are_told_before_the_outcome_that_they_belong_to(start):
     host = start()
     host.do(Op.WRITE, KEYS[:2], [0, 1])

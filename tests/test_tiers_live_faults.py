@@ -450,7 +450,7 @@ IO_PROGRAMS = {
     "sends an endless list": _TALK + "s.send(b'\\xdd\\xff\\xff\\xff\\xff' * 30000); s.recv(1)",
     "sends nothing, politely": _TALK + "s.send(b''); s.recv(1)",
     "answers what nobody asked": _WIRE + "[send(s, m) for m in ("
-    "Ready(''), Outcomes(7, bytes(9)), Ended(8, -1, ['x']), Scanned(), "
+    "Ready(True, True, None, ''), Outcomes(7, bytes(9)), Ended(8, -1, ['x']), Scanned(), "
     "Changed(b'', [b'', b'x' * 65], False), Facts({'bytes': -1}))]; s.send(b'')",
 }
 
@@ -497,7 +497,7 @@ def test_a_process_that_ends_at_once_is_started_ever_more_seldom(tmp_path):
 
 def test_a_process_that_floods_the_daemon_delays_nobody_for_long(tmp_path):
     program = _WIRE + (
-        "send(s, Ready('')); "
+        "send(s, Ready(True, True, None, '')); "
         "m = Changed(b'x' * 32, [b'%064d' % n for n in range(1000)], True)\n"
         "while True: send(s, m)"
     )
@@ -515,7 +515,7 @@ def test_a_process_that_floods_the_daemon_delays_nobody_for_long(tmp_path):
 
 def test_a_process_that_never_answers_costs_hits_and_nothing_else(tmp_path):
     """It said that it is ready, and hangs from then on."""
-    program = _WIRE + "send(s, Ready('')); import signal; signal.pause()"
+    program = _WIRE + "send(s, Ready(True, True, None, '')); import signal; signal.pause()"
     with closing(LiveNode(tmp_path, fs(tmp_path), io_command=python(program))) as node:
         daemon = node.start_daemon()
         engine = node.engine("e")

@@ -24,18 +24,14 @@ import numpy.typing as npt
 from tierkv.bench.report import say
 from tierkv.bench.trace import Request, Trace, ids_of, load_trace
 from tierkv.core.directory import Directory
-from tierkv.core.eviction.arc import Arc
-from tierkv.core.eviction.base import EvictionPolicy
-from tierkv.core.eviction.lru import Lru
-from tierkv.core.eviction.slru import Slru
 from tierkv.core.values import Job, Limits, Op, Ready, Run, TierLimits
+from tierkv.plugins import policy_factory
 from tierkv.tiers.base import BlockName
 from tierkv.tiers.fs.index import Index
 from tierkv.tiers.fs.tier import VICTIMS_SCANNED_MAX
 from tierkv.types import BlockKey, EngineId, NamespaceId, Outcome
 
 WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
-EVICTION_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru, "slru": Slru, "arc": Arc}
 SLOT_BYTES = 1 << 17  # no byte of it exists; it decides how many blocks one job has
 ROUNDS_MAX = 1 << 20  # of jobs for one request; beyond it the tier never comes to rest
 SAY_EVERY = 1_000
@@ -153,7 +149,6 @@ class Replay:
 
     def __init__(self, setup: Setup) -> None:
         assert setup.dram_blocks > 0, "DRAM has a slot"
-        assert setup.policy in EVICTION_POLICIES, "the command line offers no other"
         assert setup.commits > 0, "what is stored is committed"
         pool = setup.dram_blocks * SLOT_BYTES
         # One extent: the capacity is exact, and nothing is moved between namespaces.
@@ -169,7 +164,7 @@ class Replay:
         self.setup = setup
         self.tier = SimulatedTier(setup.tier_blocks) if setup.tier_blocks else None
         self.directory = Directory(
-            limits, tiers if self.tier else (), EVICTION_POLICIES[setup.policy]
+            limits, tiers if self.tier else (), policy_factory(setup.policy)
         )
         self.problems: list[str] = []
         self._content: npt.NDArray[np.int64] = np.full(setup.dram_blocks, -1, np.int64)

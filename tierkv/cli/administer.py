@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from tierkv.service.client import Client
 
 TASK_WAIT_S = 120.0  # tiers walk their stores; the daemon gives up on one that is down long before
-TIERS = ("dram", "memory", "fs", "object")
 
 
 @click.command()
@@ -58,6 +57,18 @@ def _hex(_context: click.Context, _option: click.Parameter, text: str | None) ->
     return text.lower() if text is not None else None
 
 
+def _tiers(
+    _context: click.Context, _option: click.Parameter, names: tuple[str, ...]
+) -> tuple[str, ...]:
+    from tierkv.plugins import known_tiers
+
+    known = ["dram", *known_tiers()] if names else []
+    for name in names:
+        if name not in known:
+            raise click.BadParameter(f"'{name}' is not one of {', '.join(known)}")
+    return names
+
+
 @click.command()
 @daemon_options
 @click.option(
@@ -70,7 +81,8 @@ def _hex(_context: click.Context, _option: click.Parameter, text: str | None) ->
 @click.option(
     "--tier",
     "tiers",
-    type=click.Choice(TIERS),
+    metavar="NAME",
+    callback=_tiers,
     multiple=True,
     help="Only in this tier; may be repeated. Default: in all.",
 )

@@ -10,7 +10,7 @@ from typing import cast
 import click
 
 from tierkv.cli.session import json_option
-from tierkv.errors import TierKVError
+from tierkv.errors import ConfigError, TierKVError
 
 
 @click.group(no_args_is_help=False)
@@ -70,6 +70,17 @@ def _parse_size(_context: click.Context, _option: click.Parameter, text: str) ->
     return value
 
 
+def _check_policy(_context: click.Context, _option: click.Parameter, name: str) -> str:
+    """Callback of an option that names an eviction policy."""
+    from tierkv.plugins import check_policy
+
+    try:
+        check_policy(name)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from error
+    return name
+
+
 def _parse_share(_context: click.Context, _option: click.Parameter, text: str) -> float:
     """Callback of an option that takes a share; the function gets a number from 0 to 1."""
     from tierkv.units import parse_share
@@ -126,10 +137,11 @@ def fs(as_json: bool, path: Path | None, block_bytes: int, sample_bytes: int, pa
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option(
     "--policy",
-    type=click.Choice(["lru", "slru", "arc"]),
+    callback=_check_policy,
+    metavar="NAME",
     default="slru",
     show_default=True,
-    help="Order of eviction in DRAM.",
+    help="Order of eviction in DRAM: slru, lru, arc, or that of an installed package.",
 )
 @click.option(
     "--dram", default="5%", show_default=True, metavar="SHARE", callback=_parse_share,

@@ -17,13 +17,21 @@ def config() -> None:
 
 @config.command()
 @click.argument("file", type=click.Path(path_type=Path))
-def check(file: Path) -> None:
-    """Print `ok`, or what is wrong in FILE.
+@click.option("--strict", "is_strict", is_flag=True, help="Fail if something in FILE is unwise.")
+def check(file: Path, is_strict: bool) -> int:
+    """Print `ok`, or what is wrong in FILE; what is allowed and unwise is a warning.
 
     Whether the pool fits this machine is checked when the daemon starts.
     """
-    read_config(file)
+    from tierkv.config import warnings_of
+
+    warnings = warnings_of(read_config(file))
+    for text in warnings:
+        click.echo(f"warning: {text}", err=True)
+    if warnings and is_strict:
+        return 1
     click.echo("ok")
+    return 0
 
 
 @config.command()

@@ -6,6 +6,7 @@ The same tree is accepted inline in vLLM's ``kv_connector_extra_config``. Enviro
 This is the only room that reads the environment for settings.
 """
 
+from tierkv.config.advice import node_warnings, warnings_of
 from tierkv.config.environment import default_run_directory, python_hash_seed
 from tierkv.config.load import (
     ENV_PREFIX,
@@ -41,6 +42,8 @@ __all__ = [
     "from_extra_config",
     "known_keys",
     "load_config",
+    "node_warnings",
     "parse_config",
     "python_hash_seed",
+    "warnings_of",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,6 +19,8 @@ from pydantic import (
 )
 
 from tierkv.config.environment import default_run_directory
+from tierkv.errors import ConfigError
+from tierkv.plugins import OUR_POLICIES, OUR_TIERS, check_policy, check_tier
 from tierkv.units import (
     format_duration,
     format_share,
@@ -53,7 +56,18 @@ _SECRET = re.compile(
     r"secret|token|password|credential|access_key|customer_key|\bsas\b", re.IGNORECASE
 )
 _USER_IN_URL = re.compile("//[^/]*@")
+_DEADLINES = {"object": 10.0}
+_DEADLINE_S = 2.0
 WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
+
+
+def _checked(check: Callable[[str], None], name: str) -> str:
+    """A name that somebody has; the package behind it is not imported."""
+    try:
+        check(name)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return name
 
 
 class _Model(BaseModel):
@@ -111,9 +125,11 @@ class DramConfig(_Model):
 class TierConfig(_Model):
     """One secondary tier below DRAM."""
 
-    type: Literal["memory", "fs", "object", "mooncake"] = Field(
+    type: str = Field(
+        examples=list(OUR_TIERS),
         description="Kind of tier. `fs`: one file per block on an SSD. `object`: an object store. "
-        "`memory`: a copy in the I/O process, for tests."
+        "`memory`: a copy in the I/O process, for tests. Installed packages may add others, which "
+        "use `path`, `url`, `capacity` and `options` as they say.",
     )
     path: Path | None = Field(None, description="`fs`: directory of the blocks; ours alone.")
     url: str | None = Field(
@@ -163,6 +179,22 @@ class TierConfig(_Model):
         "often.",
     )
 
+    @property
+    def deadline_s(self) -> float:
+        """The deadline, with the default of the type filled in."""
+        return (
+            self.deadline if self.deadline is not None else _DEADLINES.get(self.type, _DEADLINE_S)
+        )
+
+    @field_validator("type")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        if value == "mooncake":
+            raise ValueError(
+                "tier type 'mooncake' is not available in this version; use fs or object"
+            )
+        return _checked(check_tier, value)
+
     @field_validator("path")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
@@ -170,10 +202,6 @@ class TierConfig(_Model):
 
     @model_validator(mode="after")
     def _is_complete(self) -> TierConfig:
-        if self.type == "mooncake":
-            raise ValueError(
-                "tier type 'mooncake' is not available in this version; use fs or object"
-            )
         if self.type == "fs" and self.path is None:
             raise ValueError("a tier of type fs needs a path, for example path: /var/cache/tierkv")
         if self.type == "object" and self.url is None:
@@ -256,13 +284,24 @@ class NodeConfig(_Model):
         "gives them up. `write_through`: as soon as they are stored. `write_through_selective`: "
         "once they were used `hits_min` times.",
     )
-    eviction: Literal["lru"] = Field("lru", description="Order in which DRAM gives up blocks.")
+    eviction: str = Field(
+        "slru",
+        examples=list(OUR_POLICIES),
+        description="Order in which DRAM gives up blocks. `lru`: the least recently used first. "
+        "`slru`: those used once before those used again. `arc`: a balance of the two that misses "
+        "teach. Installed packages may add others.",
+    )
     service: ServiceConfig = ServiceConfig()
     node_strict: bool = Field(
         False,
         description="Refuse an engine whose `node:` part differs from the daemon's instead of "
         "attaching it with a warning.",
     )
+
+    @field_validator("eviction")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        return _checked(check_policy, value)
 
     @field_validator("tiers")
     @classmethod

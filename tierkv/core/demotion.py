@@ -120,7 +120,9 @@ class Cleaner:
                 busy = (int(space.owed[row]) | int(space.moving[row])) & bit
                 if count >= lane.limits.hits_min and not busy and not self._has(space, row, tier):
                     ready.append(row)
-            most = min(USES_MAX, max(1, (lane.limits.capacity or USES_MAX) // space.slot_bytes))
+            capacity, most = lane.limits.capacity, USES_MAX
+            if capacity is not None:
+                most = min(USES_MAX, max(1, capacity // space.slot_bytes))
             for key in list(itertools.islice(uses, max(0, len(uses) - most))):
                 del uses[key]
             picked = np.array(ready, np.int32)

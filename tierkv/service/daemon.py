@@ -19,10 +19,12 @@ from pathlib import Path
 
 import zmq
 
-from tierkv.config import NodeConfig
+from tierkv.config import NodeConfig, node_warnings
 from tierkv.core.directory import Directory
+from tierkv.core.eviction.base import EvictionPolicy
 from tierkv.core.values import Limits
 from tierkv.errors import ConfigError, DaemonUnavailableError
+from tierkv.plugins import policy_factory
 from tierkv.pool import (
     HEADER_BYTES,
     DaemonLock,
@@ -94,6 +96,7 @@ class Daemon:
         config: NodeConfig,
         pool: Pool,
         socket: zmq.Socket[bytes],
+        make_policy: Callable[[], EvictionPolicy],
         io_command: Sequence[str] = IO_COMMAND,
     ) -> None:
         self.config = config
@@ -116,7 +119,8 @@ class Daemon:
             config.service.quarantine_min,
         )
         tiers = [limits_of(tier, config) for tier in config.tiers]
-        self.server = Server(Directory(limits, tiers), facts, old if pool.was_adopted else ())
+        directory = Directory(limits, tiers, make_policy)
+        self.server = Server(directory, facts, old if pool.was_adopted else ())
         self.tiers = TierHost(
             config.tiers,
             self.server.directory.tiering,
@@ -228,7 +232,7 @@ def open_daemon(config: NodeConfig, io_command: Sequence[str] = IO_COMMAND) -> I
 
     Raises:
         DaemonUnavailableError: another daemon serves this socket.
-        ConfigError, PoolError: see `prepare_pool`.
+        ConfigError, PoolError: see `prepare_pool` and `policy_factory`.
     """
     socket_path = config.service.socket_path
     if len(os.fsencode(socket_path)) > SOCKET_PATH_BYTES_MAX:
@@ -236,6 +240,7 @@ def open_daemon(config: NodeConfig, io_command: Sequence[str] = IO_COMMAND) -> I
             f"node.service.socket: {socket_path} is longer than {SOCKET_PATH_BYTES_MAX} bytes; "
             "name a shorter one"
         )
+    make_policy = policy_factory(config.eviction)
     make_private(socket_path.parent)
     lock = DaemonLock(socket_path)
     if not lock.acquire():
@@ -245,9 +250,11 @@ def open_daemon(config: NodeConfig, io_command: Sequence[str] = IO_COMMAND) -> I
     try:
         pool = prepare_pool(config)
         lock.tell(pool.generation)
+        for text in node_warnings(config, pool.capacity):
+            logger.warning("configuration: %s", text)
         try:
             with _bound_socket(socket_path) as socket:
-                daemon = Daemon(config, pool, socket, io_command)
+                daemon = Daemon(config, pool, socket, make_policy, io_command)
                 try:
                     yield daemon
                 finally:

@@ -100,7 +100,10 @@ class IoProcess:
     def run(self) -> None:
         """Serve. Returns after `Stop`; ends the process when the daemon is gone."""
         info = self.tier.info
-        self._send(io_wire.Ready(str(info)[: io_wire.TEXT_MAX]))
+        self._send(io_wire.Ready(
+            bool(info.is_indexed), bool(info.is_durable), info.capacity,
+            str(info)[: io_wire.TEXT_MAX],
+        ))  # fmt: skip
         self._scanner.start()
         while True:
             message = io_wire.receive_in_process(self._end)
@@ -295,6 +298,11 @@ def main(make: Callable[[TierSettings], Tier] = open_tier) -> None:
         process = IoProcess(end, begin, make)
     except (TierKVError, OSError) as error:
         io_wire.send(end, io_wire.Broken(str(error)[: io_wire.TEXT_MAX]))
+        return
+    except Exception as error:
+        logger.exception("the store cannot be opened")
+        text = f"{begin.settings.type} raised {type(error).__name__}: {error}"
+        io_wire.send(end, io_wire.Broken(text[: io_wire.TEXT_MAX]))
         return
     try:
         process.run()

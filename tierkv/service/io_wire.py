@@ -55,9 +55,12 @@ class Stop(_Packet, frozen=True):
 
 
 class Ready(_Packet, frozen=True):
-    """The store is open. `text`: what it is, for the log."""
+    """The store is open, and this is what it is; see `tierkv.tiers.base.TierInfo`."""
 
-    text: Text
+    is_indexed: bool
+    is_durable: bool
+    capacity: Annotated[int, msgspec.Meta(ge=0)] | None
+    text: Text  # all of it, for the log
 
 
 class Scanned(_Packet, frozen=True):

@@ -33,30 +33,28 @@ SOCKET_BYTES = 4 << 20
 PACKETS_PER_STEP_MAX = 256
 DYING_MAX = 4  # killed processes of a tier that the system has not ended yet
 STOP_WAIT_S = 5.0
-DEADLINES = {"object": 10.0}
-DEADLINE_S = 2.0
 IO_COMMAND = (sys.executable, "-m", "tierkv.service.io_process")
 
 
 def limits_of(tier: TierConfig, node: NodeConfig) -> TierLimits:
-    """What the core must know of a configured tier."""
+    """What the core must know of a configured tier before its store is open.
+
+    What the store is, it says itself then: see `TieringManager.describe`. Until then nobody asks
+    it, and what it is owed counts as lost if the daemon ends.
+    """
     return TierLimits(
         name=tier.type,
         write_policy=tier.write_policy or node.write_policy,
         hits_min=tier.hits_min,
-        is_indexed=tier.type != "object",  # as the stores themselves say in `TierInfo`
-        is_durable=tier.type != "memory",
+        is_indexed=False,
+        is_durable=True,
         capacity=None if tier.capacity == "auto" else tier.capacity,
         read_threads=tier.read_threads,
         write_threads=tier.write_threads,
         backlog_max=tier.backlog_max,
         promote_min_tokens=tier.promote_min_tokens,
-        deadline_s=_deadline_of(tier),
+        deadline_s=tier.deadline_s,
     )
-
-
-def _deadline_of(tier: TierConfig) -> float:
-    return tier.deadline if tier.deadline is not None else DEADLINES.get(tier.type, DEADLINE_S)
 
 
 def settings_of(tier: TierConfig, owner: str) -> TierSettings:
@@ -70,7 +68,7 @@ def settings_of(tier: TierConfig, owner: str) -> TierSettings:
         io=tier.io,
         read_threads=tier.read_threads,
         write_threads=tier.write_threads,
-        deadline_s=_deadline_of(tier),
+        deadline_s=tier.deadline_s,
         options=dict(tier.options) | ({"owner": owner} if tier.type == "fs" else {}),
     )
 
@@ -250,6 +248,7 @@ class TierHost:
             case io_wire.Facts():
                 self._stores[tier] = message.statistics
             case io_wire.Ready():
+                manager.describe(tier, message.is_indexed, message.is_durable, message.capacity)
                 manager.started(tier, False)
                 seat.last_problem = ""
                 logger.info("tier=%s is open: %s", self._name(tier), message.text)

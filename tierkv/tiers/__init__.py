@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from tierkv.errors import ConfigError
+from tierkv.plugins import load_tier
 from tierkv.tiers.base import Tier, TierSettings
-
-TYPES = ("memory", "fs", "object", "mooncake")
 
 
 def open_tier(settings: TierSettings) -> Tier:
@@ -29,7 +27,4 @@ def open_tier(settings: TierSettings) -> Tier:
 
             return ObjectStoreTier(settings)
         case _:
-            raise ConfigError(
-                f"node.tiers: type '{settings.type}' is not available in this version; "
-                f"use one of {', '.join(TYPES[:3])}"
-            )
+            return load_tier(settings)
