@@ -6,7 +6,7 @@ ENV := .envs/$(LOCK)
 READY := $(ENV)/.ready
 BIN := .venv/bin
 
-.PHONY: help setup demo test check mutants bench coverage soak clean
+.PHONY: help setup demo test check mutants bench coverage soak newcomer clean
 
 help:
 	@echo "make setup    environment with all that demo and tests need, in $(ENV)"
@@ -17,6 +17,7 @@ help:
 	@echo "make bench    tierkv bench rpc, copy and fs"
 	@echo "make coverage lines and branches that the tests without vLLM reach"
 	@echo "make soak     the state machine with many more examples, traces at more sizes"
+	@echo "make newcomer the tutorial in a fresh clone; URL=... clones from there"
 
 setup: $(READY)
 	@ln -sfn $(ENV) .venv
@@ -51,6 +52,9 @@ coverage: setup
 soak: setup
 	MACHINE_EXAMPLES=3000 $(BIN)/python -m pytest tests/test_core_machine.py
 	TRACES_WHOLE=1 $(BIN)/python -m pytest tests/test_bench_replay.py
+
+newcomer:
+	bash scripts/newcomer.sh $(URL)
 
 clean:
 	rm -rf build .venv .envs
