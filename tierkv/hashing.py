@@ -61,6 +61,7 @@ def block_hashes(
     salt: bytes = b"",
     adapter: bytes = b"",
     extras: Mapping[int, bytes] | None = None,
+    after: BlockKey | None = None,
     algorithm: HashAlgorithm = "sha256",
 ) -> list[BlockKey]:
     """Keys of the full blocks of a prompt, each standing for all tokens up to its end.
@@ -72,10 +73,13 @@ def block_hashes(
         key   = h(i) | one byte 0
 
     Args:
-        tokens: token ids from 0 to 2**32 - 1, in order from the first of the prompt.
+        tokens: token ids from 0 to 2**32 - 1, in order from the first of the prompt, or from the
+            first behind the block `after`.
         salt: keeps prompts apart that must not share, for example those of two tenants.
         adapter: digest of what changes the model for this prompt, for example of a LoRA's files.
         extras: by block index what else its KV depends on, for example the digest of an image.
+        after: key of the block before `tokens`, to go on where an earlier call ended. It stands for
+            salt and adapter, too, which are then ignored.
         algorithm: `sha256` (32 bytes), or `xxh3` (128 bits, 16 bytes): faster, but whoever chooses
             prompts can construct two with one hash and so read another prompt's KV. Use it only
             where every prompt is trusted.
@@ -95,6 +99,10 @@ def block_hashes(
     size = block_tokens * 4
     extras = extras or {}
     last = digest(_ROOT.pack(b"TKVHSH1", block_tokens, len(salt)) + salt + adapter)
+    if after is not None:
+        if len(after) != len(last) + 1:
+            raise ValueError(f"after: a key of {len(after)} bytes is none of this algorithm")
+        last = after[:-1]
     keys = []
     for index in range(blocks):
         part = text[index * size : (index + 1) * size]

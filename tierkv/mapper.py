@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from pathlib import Path
+from typing import Protocol
 
 from tierkv.errors import PoolError
 from tierkv.pool import MapperLock, Pool, attach_pool, make_private
@@ -15,14 +16,34 @@ logger = logging.getLogger(__name__)
 LOOK_PERIOD_S = 0.02
 
 
+class Adopter(Protocol):
+    """Who wants to know of mappings; see `tierkv.device.base.PoolAdopter`."""
+
+    def adopt(self, address: int, size: int, stop: threading.Event) -> None:
+        """A mapping is there."""
+
+    def abandon(self, address: int, size: int) -> None:
+        """A mapping is about to go."""
+
+
 class PoolMapper:
     """Maps the pool in the background, so that no engine step pays for it.
 
     The file may appear late, or be replaced by a daemon with another capacity; the mapper looks
     until it has the right one. One thread, which ends after each success.
+
+    Args:
+        adopter: is shown each mapping, after it can be used; None: nobody needs to know.
     """
 
-    def __init__(self, path: Path, run_directory: Path, engine: EngineId) -> None:
+    def __init__(
+        self,
+        path: Path,
+        run_directory: Path,
+        engine: EngineId,
+        adopter: Adopter | None = None,
+    ) -> None:
+        self._adopter = adopter
         self._path = path
         self._run_directory = run_directory
         self._engine = engine
@@ -60,6 +81,8 @@ class PoolMapper:
             self._thread.join()
         self._pool = None
         for pool in self._mapped:
+            if self._adopter is not None:
+                self._adopter.abandon(pool.address, pool.capacity)
             pool.close()
         self._mapped.clear()
         if self._lock is not None:
@@ -86,4 +109,6 @@ class PoolMapper:
             self._pool = pool  # usable now; a page that is not there yet comes on first use
             logger.info("pool mapped: path=%s generation=%d", pool.path, pool.generation)
             pool.prefault(self._stop)
+            if self._adopter is not None:
+                self._adopter.adopt(pool.address, pool.capacity, self._stop)
             return

@@ -8,9 +8,10 @@ wait of the compute stream, on a CPU device the caller is the compute and waits 
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +72,23 @@ class CopyEngine(Protocol):
 
     def close(self) -> None:
         """Finish what is queued and end. Blocks."""
+
+
+@runtime_checkable
+class PoolAdopter(Protocol):
+    """A copy engine that is faster with memory that it was shown before."""
+
+    def adopt(self, address: int, size: int, stop: threading.Event) -> None:
+        """Make a mapping of the pool fast. Blocks; run it in the background.
+
+        Copies of the mapping work before, during and after it, whether or not it succeeds.
+
+        Args:
+            stop: asks to end early.
+        """
+
+    def abandon(self, address: int, size: int) -> None:
+        """Forget a mapping that is about to go. Waits until no copy is in flight."""
 
 
 def merge_runs(device: Addresses, host: Addresses, size: int) -> Descriptors:

@@ -75,26 +75,28 @@ class AsyncCache:
         salt: bytes = b"",
         adapter: bytes = b"",
         extras: Mapping[int, bytes] | None = None,
+        after: BlockKey | None = None,
     ) -> list[BlockKey]:
         """See `Cache.hash_tokens`."""
-        return self.cache.hash_tokens(tokens, salt=salt, adapter=adapter, extras=extras)
+        return self.cache.hash_tokens(
+            tokens, salt=salt, adapter=adapter, extras=extras, after=after
+        )
 
     async def lookup(
         self, keys: Sequence[BlockKey], *, held: int = 0, wait_s: float | None = None
     ) -> Hit:
         """See `Cache.lookup`."""
-        hit = self.cache.start_lookup(keys, held=held)
+        hit = self.cache.start_lookup(keys, held=held, wait_s=wait_s)
         try:
-            await _until(lambda: hit.is_done, wait_s)
+            await _until(lambda: hit.is_done, None)
         except asyncio.CancelledError:
             hit.release()
             raise
-        self.cache.settle(hit)
         return hit
 
-    async def load(self, hit: Hit, blocks: Sequence[int]) -> int:
+    async def load(self, hit: Hit, blocks: Sequence[int], *, first: int = 0) -> int:
         """See `Cache.load`."""
-        return await self._end_of(self.cache.start_load(hit, blocks))
+        return await self._end_of(self.cache.start_load(hit, blocks, first=first))
 
     async def store(
         self, keys: Sequence[BlockKey], blocks: Sequence[int], *, after: BlockKey | None = None
@@ -102,13 +104,15 @@ class AsyncCache:
         """See `Cache.store`."""
         return await self._end_of(self.cache.start_store(keys, blocks, after=after))
 
-    def start_lookup(self, keys: Sequence[BlockKey], *, held: int = 0) -> Hit:
+    def start_lookup(
+        self, keys: Sequence[BlockKey], *, held: int = 0, wait_s: float | None = None
+    ) -> Hit:
         """See `Cache.start_lookup`."""
-        return self.cache.start_lookup(keys, held=held)
+        return self.cache.start_lookup(keys, held=held, wait_s=wait_s)
 
-    def start_load(self, hit: Hit, blocks: Sequence[int]) -> Copy:
+    def start_load(self, hit: Hit, blocks: Sequence[int], *, first: int = 0) -> Copy:
         """See `Cache.start_load`."""
-        return self.cache.start_load(hit, blocks)
+        return self.cache.start_load(hit, blocks, first=first)
 
     def start_store(
         self, keys: Sequence[BlockKey], blocks: Sequence[int], *, after: BlockKey | None = None

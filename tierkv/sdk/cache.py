@@ -181,11 +181,12 @@ class Cache:
         salt: bytes = b"",
         adapter: bytes = b"",
         extras: Mapping[int, bytes] | None = None,
+        after: BlockKey | None = None,
     ) -> list[BlockKey]:
         """Keys of the full blocks of a prompt; see `tierkv.hashing.block_hashes`.
 
         Raises:
-            UsageError: a token id is out of range.
+            UsageError: a token id is out of range, or `after` is no key of this cache.
         """
         try:
             return block_hashes(
@@ -194,6 +195,7 @@ class Cache:
                 salt=salt,
                 adapter=adapter,
                 extras=extras,
+                after=after,
                 algorithm=self._hash_algorithm,
             )
         except ValueError as error:
@@ -201,12 +203,18 @@ class Cache:
 
     # ---- load ----------------------------------------------------------------------------------
 
-    def start_lookup(self, keys: Sequence[BlockKey], *, held: int = 0) -> Hit:
+    def start_lookup(
+        self, keys: Sequence[BlockKey], *, held: int = 0, wait_s: float | None = None
+    ) -> Hit:
         """Ask for the blocks of a prompt without waiting; poll the hit.
 
         Args:
             keys: of all full blocks of the prompt, from the first on.
             held: leading blocks that the device has already. They count as used.
+            wait_s: after this time nothing more is expected, and the hit is done. None: the answer
+                is expected for at most `engine.request_deadline`, blocks that come from tiers for
+                at most `engine.promote_wait_max` more, and blocks that another engine is writing
+                for at most `engine.fill_wait_max` more.
         Raises:
             UsageError: `held` is no number of leading keys.
         """
@@ -215,7 +223,7 @@ class Cache:
         hit = Hit(self, keys, held)
         with self._use():
             self._engine.poll()
-            self._engine.ask(hit)
+            self._engine.ask(hit, wait_s)
         return hit
 
     def lookup(
@@ -224,29 +232,21 @@ class Cache:
         """Ask for the blocks of a prompt and wait for them.
 
         Args:
-            keys, held: see `start_lookup`.
-            wait_s: None waits for the answer at most `engine.request_deadline`, and for blocks that
-                come from tiers at most `engine.promote_wait_max` more.
+            keys, held, wait_s: see `start_lookup`.
         Returns:
             What is there by then; release it.
         """
-        hit = self.start_lookup(keys, held=held)
-        hit.wait(wait_s)
-        self.settle(hit)
+        hit = self.start_lookup(keys, held=held, wait_s=wait_s)
+        hit.wait()
         return hit
 
-    def settle(self, hit: Hit) -> None:
-        """Wait no longer: what has come by now is the hit."""
-        with self._lock:
-            if not self._is_closed:
-                self._engine.finish(hit)
-
-    def start_load(self, hit: Hit, blocks: Sequence[int]) -> Copy:
+    def start_load(self, hit: Hit, blocks: Sequence[int], *, first: int = 0) -> Copy:
         """Copy blocks of a hit to the device without waiting; poll the copy.
 
         Args:
-            blocks: device blocks, at most `hit.blocks`: block `blocks[i]` gets the KV of
-                `hit.keys[hit.held + i]`. Nobody may use them until the copy is done.
+            blocks: device blocks, at most `hit.blocks - first`: block `blocks[i]` gets the KV of
+                `hit.keys[hit.held + first + i]`. Nobody may use them until the copy is done.
+            first: blocks of the hit that are passed over.
         Raises:
             UsageError: the hit is not this cache's or released; more blocks than the hit has; a
                 block is no block, is given twice, or another copy is using it.
@@ -257,30 +257,31 @@ class Cache:
                 raise UsageError("the hit belongs to another cache")
             if hit._is_released:
                 raise UsageError("the hit is released; look the blocks up again")
-            if len(targets) > hit._promised:
+            if first < 0 or first + len(targets) > hit._promised:
                 raise UsageError(
-                    f"{len(targets)} device blocks for a hit of {hit._promised} blocks"
+                    f"{len(targets)} device blocks from block {first} on, for a hit of "
+                    f"{hit._promised} blocks"
                 )
             if len(set(targets)) != len(targets):
                 raise UsageError("a device block is given twice; each needs a place of its own")
             self._engine.poll()
             self._refuse_busy(targets, self._engine.busy)
             copy = Copy(self, targets, hit)
-            self._engine.load(copy, hit)
+            self._engine.load(copy, hit, first)
         return copy
 
-    def load(self, hit: Hit, blocks: Sequence[int]) -> int:
+    def load(self, hit: Hit, blocks: Sequence[int], *, first: int = 0) -> int:
         """Copy blocks of a hit to the device and wait.
 
         Args:
-            hit, blocks: see `start_load`.
+            hit, blocks, first: see `start_load`.
         Returns:
             Number of blocks, all of `blocks`.
         Raises:
             UsageError: see `start_load`.
             LoadFailedError: the bytes of `blocks` are undefined; compute them.
         """
-        return self.start_load(hit, blocks).result()
+        return self.start_load(hit, blocks, first=first).result()
 
     def release(self, hit: Hit) -> None:
         """Give a hit up; safe twice. A copy in flight keeps its blocks until it has ended."""
@@ -312,12 +313,12 @@ class Cache:
 
         Args:
             held_tokens: those that the device had.
-            hit: what was loaded; None for nothing.
+            hit: whose loaded blocks count, released or not; None for nothing.
             computed_tokens: those that were computed.
         """
         with self._use():
-            sources = hit.sources if hit is not None else ()
-            self._engine.report(held_tokens, sources, computed_tokens)
+            loaded = hit._loaded if hit is not None else []
+            self._engine.report(held_tokens, loaded, computed_tokens)
 
     # ---- store ---------------------------------------------------------------------------------
 

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from tierkv.config import TierKVConfig
-from tierkv.device.base import CopyEngine, Direction
+from tierkv.device.base import CopyEngine, Direction, PoolAdopter
 from tierkv.device.layout import KvLayout, Pages
 from tierkv.mapper import PoolMapper
 from tierkv.pool import Pool, pool_path
 from tierkv.sdk.work import Copy, Hit, Stage
 from tierkv.service import wire
-from tierkv.service.answers import Attachment
+from tierkv.service.answers import Answer, Attachment
 from tierkv.service.client import Client
 from tierkv.service.daemon import node_text
 from tierkv.service.launcher import start_daemon
@@ -66,7 +66,9 @@ class Engine:
         self.client.attach(attachment)
         self.busy: Counter[int] = Counter()  # device blocks that copies read or write
         self.written: set[int] = set()  # those that they write
-        self._mapper = PoolMapper(pool_path(node.dram.directory, socket), socket.parent, name)
+        path = pool_path(node.dram.directory, socket)
+        adopter = copies if isinstance(copies, PoolAdopter) else None
+        self._mapper = PoolMapper(path, socket.parent, name, adopter)
         self._copies = copies
         self._hits: dict[LeaseId, Hit] = {}
         self._asked: list[Hit] = []  # lookups that are not done
@@ -141,8 +143,8 @@ class Engine:
 
     # ---- lookups -------------------------------------------------------------------------------
 
-    def ask(self, hit: Hit) -> None:
-        """Send a lookup."""
+    def ask(self, hit: Hit, wait_s: float | None = None) -> None:
+        """Send a lookup, and expect its answer and growth for `wait_s` or as configured."""
         now = time.monotonic()
         wanted = (len(hit.keys) - hit.held) * self.attachment.block_tokens
         is_worth_it = wanted >= max(1, self.config.swap_in_threshold)
@@ -152,7 +154,9 @@ class Engine:
             return
         hit._ticket = self.client.send_lookup(self.attachment.namespace, hit.keys[: wire.KEYS_MAX])
         hit._is_done = hit._ticket == 0
-        hit._answer_by = now + self.config.request_deadline
+        hit._patience_s = wait_s
+        hit._answer_by = now + (self.config.request_deadline if wait_s is None else wait_s)
+        hit._grow_from = now
         if not hit._is_done:
             self._asked.append(hit)
 
@@ -172,13 +176,18 @@ class Engine:
             sources = answer.sources[hit.held :]
             hit._sources = tuple(self._name(number) for number in sources)
             hit._promised = max(hit._promised, len(hit._offsets))
-            fill_wait = self.config.fill_wait_max
-            grow_s = 0.0 if fill_wait == "step" else float(fill_wait)
-            if answer.is_promoting:
-                grow_s = self.config.promote_wait_max
-            if answer.pending and now < hit._grow_by + grow_s:
+            if answer.pending and now < hit._grow_from + self._grow_s(hit, answer):
                 return
         self.finish(hit)
+
+    def _grow_s(self, hit: Hit, answer: Answer) -> float:
+        """How long a hit may grow."""
+        if hit._patience_s is not None:
+            return hit._patience_s
+        if answer.is_promoting:
+            return self.config.promote_wait_max
+        fill_wait = self.config.fill_wait_max
+        return 0.0 if fill_wait == "step" else float(fill_wait)
 
     def _take_answer(self, hit: Hit, now: float) -> bool:
         """Read the answer to a lookup; False if it may still come."""
@@ -189,7 +198,8 @@ class Engine:
             self.client.breaker.note(False, now)
         hit._answer = self.client.take_answer(hit._ticket, 0.0)
         hit._ticket = 0
-        hit._grow_by = now
+        if hit._patience_s is None:
+            hit._grow_from = now
         if hit._answer is not None:
             hit._lease = hit._answer.lease
             hit._generation = self._generation
@@ -247,12 +257,16 @@ class Engine:
 
     # ---- copies --------------------------------------------------------------------------------
 
-    def load(self, copy: Copy, hit: Hit) -> None:
-        """Start a load, or fail it at once."""
+    def load(self, copy: Copy, hit: Hit, first: int) -> None:
+        """Start a load, or fail it at once; one of nothing is done."""
+        if not copy.blocks:
+            copy._stage = Stage.DONE
+            return
         self.finish(hit)
+        end = first + len(copy.blocks)
         self._count_copies(about_to_start=1)
         pool = self._pool()
-        if pool is None or not hit._lease or len(hit._offsets) < len(copy.blocks):
+        if pool is None or not hit._lease or len(hit._offsets) < end:
             copy._is_ok, copy._stage = False, Stage.DONE
             self._count_copies()
             return
@@ -260,7 +274,8 @@ class Engine:
         hit._copies += 1
         copy._generation = self._generation
         self.written.update(copy.blocks)
-        self._submit(copy, pool, Direction.LOAD, copy.blocks, hit._offsets[: len(copy.blocks)])
+        copy._sources = hit._sources[first:end]
+        self._submit(copy, pool, Direction.LOAD, copy.blocks, hit._offsets[first:end])
 
     def store(self, copy: Copy, keys: Sequence[BlockKey], after: BlockKey | None) -> None:
         """Ask for slots; the copy follows when they are there."""
@@ -329,6 +344,7 @@ class Engine:
             is_ok = is_ok and is_current
         else:
             hit._copies -= 1
+            hit._loaded += copy._sources if is_ok else ()
             if hit._is_released and hit._copies == 0:
                 self._void(hit)
             self.written.difference_update(copy.blocks)

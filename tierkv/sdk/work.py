@@ -41,7 +41,9 @@ class Hit:
         self._generation = 0
         self._offsets: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._sources: tuple[str, ...] = ()
-        self._answer_by = self._grow_by = 0.0
+        self._answer_by = self._grow_from = 0.0
+        self._patience_s: float | None = None
+        self._loaded: list[str] = []  # sources of the blocks that were copied
         self._promised = 0  # the most blocks that were offered
         self._copies = 0
         self._is_done = False
@@ -124,6 +126,7 @@ class Copy:
         self._ticket = 0
         self._answer_by = 0.0
         self._event: CopyEvent | None = None
+        self._sources: tuple[str, ...] = ()  # of the blocks of a load
         self._copied = 0  # blocks
         self._is_ok = True
 

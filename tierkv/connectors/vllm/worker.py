@@ -23,7 +23,7 @@ from tierkv.connectors.vllm.meta import (
     WorkerGeometry,
     WorkerReport,
 )
-from tierkv.device.base import CopyEngine, CopyEvent, Direction
+from tierkv.device.base import CopyEngine, CopyEvent, Direction, PoolAdopter
 from tierkv.device.layout import KvLayout
 from tierkv.mapper import PoolMapper
 from tierkv.pool import Pool
@@ -63,7 +63,8 @@ class WorkerHalf:
         is_layerwise_store: bool,
         rank: int,
     ) -> None:
-        self._mapper = PoolMapper(pool, run_directory, engine)
+        adopter = copies if isinstance(copies, PoolAdopter) else None
+        self._mapper = PoolMapper(pool, run_directory, engine, adopter)
         self._copies = copies
         self._is_layerwise_store = is_layerwise_store
         self._rank = rank
