@@ -51,6 +51,7 @@ def block_key(block_hash: bytes, group: int = 0, adapter: bytes | None = None) -
 
 HashAlgorithm = Literal["sha256", "xxh3"]
 Tokens = Sequence[int] | npt.NDArray[np.integer]
+BLOCK_TOKENS_MAX = 1 << 20
 _ROOT = struct.Struct("<7sII")  # name of the formula, block_tokens, length of the salt
 
 
@@ -77,7 +78,8 @@ def block_hashes(
             first behind the block `after`.
         salt: keeps prompts apart that must not share, for example those of two tenants.
         adapter: digest of what changes the model for this prompt, for example of a LoRA's files.
-        extras: by block index what else its KV depends on, for example the digest of an image.
+        extras: by index of a block, counted in `tokens`, what else its KV depends on, for example
+            the digest of an image.
         after: key of the block before `tokens`, to go on where an earlier call ended. It stands for
             salt and adapter, too, which are then ignored.
         algorithm: `sha256` (32 bytes), or `xxh3` (128 bits, 16 bytes): faster, but whoever chooses
@@ -86,8 +88,10 @@ def block_hashes(
     Raises:
         ValueError: a token id, block size or algorithm is out of range.
     """
-    if block_tokens < 1:
-        raise ValueError(f"block_tokens: {block_tokens} is no number of tokens; use 1 or more")
+    if type(block_tokens) is not int or not 0 < block_tokens <= BLOCK_TOKENS_MAX:
+        raise ValueError(
+            f"block_tokens: {block_tokens!r} is no number of tokens from 1 to {BLOCK_TOKENS_MAX}"
+        )
     numbers = np.asarray(tokens)
     if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
         raise ValueError("tokens: must be a list of token ids")
@@ -98,6 +102,9 @@ def block_hashes(
     text = numbers[: blocks * block_tokens].astype("<u4").tobytes()
     size = block_tokens * 4
     extras = extras or {}
+    for index in extras:
+        if not 0 <= index <= blocks:  # the last one is the part that fills no block
+            raise ValueError(f"extras: block {index} is not among the {blocks} of these tokens")
     last = digest(_ROOT.pack(b"TKVHSH1", block_tokens, len(salt)) + salt + adapter)
     if after is not None:
         if len(after) != len(last) + 1:

@@ -240,8 +240,12 @@ class MapperLock:
         role = "session" if is_session else str(next(_numbers))
         self.path = folder / f"{engine}.{os.getpid()}.{role}"
         self._file = self._lock()
-        os.pwrite(self._file, _NUMBER.pack(1), 0)
-        self._copies = mmap.mmap(self._file, _NUMBER.size)
+        try:
+            os.pwrite(self._file, _NUMBER.pack(1), 0)
+            self._copies = mmap.mmap(self._file, _NUMBER.size)
+        except OSError:
+            self.release()  # or nobody could ever take it again
+            raise
 
     def note_copies(self, copies: int) -> None:
         """Say how many copies are in flight.

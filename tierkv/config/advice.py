@@ -16,6 +16,7 @@ from tierkv.units import approximate_size, format_duration, format_share, format
 
 PINNED_SHARE_WISE = 0.9
 EXTENTS_WISE = 12
+EXTENT_MIN = 4096  # what the key allows
 _MOUNTS = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")  # how blanks are written there
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
@@ -60,7 +61,11 @@ def _of_dram(node: NodeConfig, size: int | None) -> Iterator[str]:
             f"node.dram.dirty_max ({format_share(dram.dirty_max)}): write_back then writes nearly "
             "as much as write_through; lower clean_tail, or choose write_through"
         )
-    if size is not None and dram.extent_unit * EXTENTS_WISE > size:
+    if (
+        size is not None
+        and size // EXTENTS_WISE >= EXTENT_MIN < dram.extent_unit
+        and (dram.extent_unit * EXTENTS_WISE > size)
+    ):
         pieces = max(1, size // dram.extent_unit)
         yield (
             f"node.dram.extent_unit ({format_size(dram.extent_unit)}) divides DRAM "

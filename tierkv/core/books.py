@@ -211,10 +211,13 @@ class Books:
         waiting: set[int] = set()
         pins, parent, owed = space.pins.data, space.parent.data, space.owed.data
         heirs = space.heirs.data  # a copy would cost time in the number of rows
-        scan = min(VICTIMS_SCANNED_MAX, may_go)
+        state, rows = space.state.data, len(space.state)
+        scan = max(0, min(VICTIMS_SCANNED_MAX, may_go))
         if is_clean:
             scan = min(scan, CLEAN_SCANNED_MIN + CLEAN_SCANNED_PER_VICTIM * most)
         for row in itertools.islice(space.policy.candidates(), scan):
+            if not 0 < row < rows or state[row] != State.RESIDENT:
+                continue  # a policy that knows no better must not reach the books
             if pins[row] or (is_clean and owed[row]) or row in protected:
                 continue
             if heirs[row]:
@@ -224,6 +227,7 @@ class Books:
             while taken and len(found) < most:
                 found.append(taken)
                 before = parent[taken]
+                heirs[taken] = -1  # it is not taken twice, whatever the order says
                 heirs[before] -= 1
                 taken = before if before in waiting and not heirs[before] else 0
             if len(found) == most:
@@ -235,6 +239,7 @@ class Books:
         if len(rows) == 0:
             return
         self.watcher.is_leaving(space, rows)
+        space.heirs[rows] = 0
         space.policy.evict(rows)
         listed = rows.tolist()
         space.unlist(listed)

@@ -351,18 +351,26 @@ class Directory:
 
     @staticmethod
     def _absent(space: Namespace, runs: Sequence[Run]) -> list[Run]:
-        """The absent blocks of runs whose predecessor is here or comes in an earlier run."""
+        """The absent blocks of runs whose predecessor is here or comes in an earlier run.
+
+        Each piece between blocks that are here is a run with a predecessor of its own.
+        """
         found: list[Run] = []
         fresh: set[BlockKey] = set()
         for run in runs:
             before = run.predecessor
             if not (before is None or before in space.index or before in fresh):
                 continue
-            keys = [key for key in run.keys if key not in space.index and key not in fresh]
-            if keys:
-                here = len(run.keys) - len(keys)
-                found.append(Run(run.keys[here - 1] if here else before, keys))
-                fresh.update(keys)
+            piece: list[BlockKey] = []
+            for key in run.keys:
+                if key in space.index or key in fresh:
+                    piece = []
+                else:
+                    if not piece:
+                        found.append(Run(before, piece))
+                    piece.append(key)
+                    fresh.add(key)
+                before = key
         return found
 
     def _place_run(
@@ -391,14 +399,21 @@ class Directory:
 
     @staticmethod
     def _protected(space: Namespace, runs: Sequence[Run]) -> set[int]:
-        """The deepest present block of each run; evicting it or an ancestor would be pointless."""
+        """The deepest blocks of each run that are here, down to one that is readable.
+
+        To evict them or an ancestor would be pointless. One that is being filled is no heir of its
+        predecessor yet, so the readable one behind it is told as well.
+        """
         found = set()
         for run in runs:
-            present = [k for k in run.keys if k in space.index]
-            anchor = present[-1] if present else run.predecessor
-            row = space.index.get(anchor) if anchor is not None else None
-            if row is not None:
+            before = [run.predecessor] if run.predecessor is not None else []
+            for key in reversed([*before, *run.keys]):
+                row = space.index.get(key)
+                if row is None:
+                    continue
                 found.add(row)
+                if space.state[row] == State.RESIDENT:
+                    break
         return found
 
     def _publish(self, space: Namespace, rows: Rows, ok: Rows) -> None:

@@ -8,6 +8,7 @@ Rule 2: one lock, never held while anything is waited for.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import threading
 import time
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from tierkv.sdk.memory import KvTensor
 
 LABEL_MAX = 200
+KEY_LENGTHS = frozenset(range(2, wire.KEY_BYTES_MAX + 1))
 FORMAT = 1  # of what the namespace is made of
 PAUSE_MIN_S = 0.00005
 PAUSE_MAX_S = 0.001
@@ -92,15 +94,15 @@ class Cache:
         copies = copy_engine if copy_engine is not None else create_cpu_engine()
         self._lock = threading.RLock()
         self._process = os.getpid()
-        self._is_closed = False
+        self._is_closing = self._is_closed = False
         self._engine = Engine(name, self.config, attachment, layout, copies)
         self._engine.poll()
 
     def _namespace_of(
         self, layout: KvLayout, model: str, facts: Mapping[str, object]
     ) -> NamespaceId:
-        if not model:
-            raise UsageError("model: is empty; name the weights and their version")
+        if not model or not model.isprintable():
+            raise UsageError("model: is no readable text; name the weights and their version")
         try:
             block_hashes([], self.block_tokens, algorithm=self._hash_algorithm)
             return digest_of({
@@ -129,7 +131,7 @@ class Cache:
     @property
     def refusal(self) -> str | None:
         """Why the daemon does not serve this cache; None if it does, or has not answered yet."""
-        with self._lock:
+        with self._look():
             return self._engine.client.refusal
 
     def wait_ready(self, wait_s: float = 30.0) -> bool:
@@ -150,6 +152,8 @@ class Cache:
         """Wait for copies, then end the session and release everything. Safe twice."""
         if self._is_foreign:
             return
+        with self._lock:
+            self._is_closing = True  # nothing new begins
         self._wait(self.is_idle, None)
         with self._lock:
             if not self._is_closed:
@@ -216,11 +220,11 @@ class Cache:
                 at most `engine.promote_wait_max` more, and blocks that another engine is writing
                 for at most `engine.fill_wait_max` more.
         Raises:
-            UsageError: `held` is no number of leading keys.
+            UsageError: `held` is no number of leading keys, or the keys are not those of a prompt.
         """
         if not 0 <= held <= len(keys):
             raise UsageError(f"held: {held} is not between 0 and the {len(keys)} keys")
-        hit = Hit(self, keys, held)
+        hit = Hit(self, _checked(keys), held)
         with self._use():
             self._engine.poll()
             self._engine.ask(hit, wait_s)
@@ -251,7 +255,7 @@ class Cache:
             UsageError: the hit is not this cache's or released; more blocks than the hit has; a
                 block is no block, is given twice, or another copy is using it.
         """
-        targets = self._numbers(blocks)
+        targets, first = self._numbers(blocks), operator.index(first)
         with self._use():
             if hit._cache is not self:
                 raise UsageError("the hit belongs to another cache")
@@ -300,13 +304,13 @@ class Cache:
         """
         with self._use():
             self._engine.poll()
-            self._engine.prefetch(Hit(self, keys, 0))
+            self._engine.prefetch(Hit(self, _checked(keys), 0))
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Note that a prompt was served from the device alone, so its blocks stay warm."""
         with self._use():
             self._engine.poll()
-            self._engine.client.touch(self.namespace, list(keys)[: wire.KEYS_MAX])
+            self._engine.client.touch(self.namespace, _checked(keys)[: wire.KEYS_MAX])
 
     def report(self, held_tokens: int, hit: Hit | None, computed_tokens: int) -> None:
         """Tell where a prompt's tokens came from, for `tierkv stats`; once per prompt.
@@ -316,9 +320,12 @@ class Cache:
             hit: whose loaded blocks count, released or not; None for nothing.
             computed_tokens: those that were computed.
         """
+        held, computed = operator.index(held_tokens), operator.index(computed_tokens)
+        if held < 0 or computed < 0:
+            raise UsageError(f"{min(held, computed)} is no number of tokens")
         with self._use():
             loaded = hit._loaded if hit is not None else []
-            self._engine.report(held_tokens, loaded, computed_tokens)
+            self._engine.report(held, loaded, computed)
 
     # ---- store ---------------------------------------------------------------------------------
 
@@ -337,13 +344,12 @@ class Cache:
         sources = self._numbers(blocks)
         if len(keys) != len(sources):
             raise UsageError(f"{len(keys)} keys for {len(sources)} device blocks")
-        if len(keys) > wire.KEYS_MAX:
-            raise UsageError(f"{len(keys)} blocks in one store; at most {wire.KEYS_MAX}")
+        listed = _checked([*keys] if after is None else [after, *keys])[after is not None :]
         with self._use():
             self._engine.poll()
             self._refuse_busy(sources, self._engine.written)
             copy = Copy(self, sources, None)
-            self._engine.store(copy, list(keys), after)
+            self._engine.store(copy, listed, after)
         return copy
 
     def store(
@@ -369,12 +375,16 @@ class Cache:
     @contextlib.contextmanager
     def _use(self) -> Iterator[None]:
         """The lock, for a cache that can be used; a forked child must not even wait for it."""
-        if self._is_foreign:
-            raise UsageError("the cache belongs to the process that forked this one; make another")
+        self.check_process()
         with self._lock:
-            if self._is_closed:
+            if self._is_closing:
                 raise UsageError("the cache is closed; make a new one")
             yield
+
+    def check_process(self) -> None:
+        """Raise `UsageError` in a process that was forked from that of the cache."""
+        if self._is_foreign:
+            raise UsageError("the cache belongs to the process that forked this one; make another")
 
     def _numbers(self, blocks: Sequence[int]) -> list[int]:
         numbers = np.asarray(blocks).ravel()
@@ -431,6 +441,17 @@ class Cache:
     def _is_copied(self, copy: Copy) -> bool:
         with self._look() as is_open:
             return copy._stage is Stage.DONE or not is_open
+
+
+def _checked(keys: Sequence[BlockKey]) -> list[BlockKey]:
+    """The keys, if the daemon would take them; it ends the session of whoever sends others."""
+    listed = list(keys)
+    lengths = {len(key) if isinstance(key, bytes) else 0 for key in listed}
+    if len(lengths) > 1 or not lengths <= KEY_LENGTHS:
+        raise UsageError("keys: must be bytes of one length, as `hash_tokens` gives them")
+    if len(set(listed)) != len(listed):
+        raise UsageError("keys: one is given twice; the keys of a prompt differ")
+    return listed
 
 
 def _read_config(

@@ -11,17 +11,19 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from tierkv.config import TierKVConfig
 from tierkv.device.base import CopyEngine, Direction, PoolAdopter
 from tierkv.device.layout import KvLayout, Pages
 from tierkv.mapper import PoolMapper
 from tierkv.pool import Pool, pool_path
-from tierkv.sdk.work import Copy, Hit, Stage
+from tierkv.sdk.work import Copy, Hit, Part, Stage
 from tierkv.service import wire
 from tierkv.service.answers import Answer, Attachment
 from tierkv.service.client import Client
@@ -32,6 +34,7 @@ from tierkv.types import BlockKey, EngineId, LeaseId
 logger = logging.getLogger(__name__)
 
 PREFETCHES_MAX = 64
+STORE_KEYS_MAX = 2048  # in one request: more could not be granted within a deadline
 _NOTHING = np.zeros(0, np.int64)
 
 
@@ -70,12 +73,14 @@ class Engine:
         adopter = copies if isinstance(copies, PoolAdopter) else None
         self._mapper = PoolMapper(path, socket.parent, name, adopter)
         self._copies = copies
-        self._hits: dict[LeaseId, Hit] = {}
+        # Weak, so that a hit that the caller forgets is released; see `_forgotten`.
+        self._hits: weakref.WeakValueDictionary[LeaseId, Hit] = weakref.WeakValueDictionary()
+        self._forgotten: deque[LeaseId] = deque()
         self._asked: list[Hit] = []  # lookups that are not done
         self._on_way: list[Copy] = []
         self._prefetches: list[Hit] = []
         self._generation = 0
-        self._must_quiesce = False
+        self._must_quiesce = self._has_warned = False
         self._names: tuple[str, ...] = ("dram",)
 
     # ---- state ---------------------------------------------------------------------------------
@@ -105,6 +110,13 @@ class Engine:
                 self._void(hit_of_it)
         for copy in list(self._on_way):
             self._advance(copy, now)
+        while self._forgotten:
+            lease = self._forgotten.popleft()
+            if lease in self.client.leases:
+                if not self._has_warned:
+                    logger.warning("a hit was dropped unreleased; use hits in `with` blocks")
+                self._has_warned = True
+                self.client.release([lease])
         for hit in [hit for hit in self._prefetches if hit._is_done]:
             self._prefetches.remove(hit)
             self.release(hit)
@@ -113,9 +125,8 @@ class Engine:
             self.client.say_quiesced()
 
     def close(self) -> None:
-        """Let copies end and give everything back. Blocks for the copies."""
+        """Give everything back; nothing is on its way. Blocks for a copy engine of others."""
         self._copies.close()
-        self.poll()
         self.client.close()
         self._mapper.close()
 
@@ -138,7 +149,7 @@ class Engine:
         return self._mapper.get(welcome.pool, welcome.generation)
 
     def _count_copies(self, about_to_start: int = 0) -> None:
-        running = sum(copy._stage is Stage.COPYING for copy in self._on_way)
+        running = sum(len(copy._parts) for copy in self._on_way)
         self._mapper.note_copies(running + about_to_start)
 
     # ---- lookups -------------------------------------------------------------------------------
@@ -155,6 +166,7 @@ class Engine:
         hit._ticket = self.client.send_lookup(self.attachment.namespace, hit.keys[: wire.KEYS_MAX])
         hit._is_done = hit._ticket == 0
         hit._patience_s = wait_s
+        hit._asked_at = now
         hit._answer_by = now + (self.config.request_deadline if wait_s is None else wait_s)
         hit._grow_from = now
         if not hit._is_done:
@@ -195,7 +207,7 @@ class Engine:
         if not is_here and now < hit._answer_by:
             return False
         if not is_here:
-            self.client.breaker.note(False, now)
+            self._note_silence(hit._asked_at, now)
         hit._answer = self.client.take_answer(hit._ticket, 0.0)
         hit._ticket = 0
         if hit._patience_s is None:
@@ -205,7 +217,13 @@ class Engine:
             hit._generation = self._generation
             if hit._lease:
                 self._hits[hit._lease] = hit
+                weakref.finalize(hit, self._forgotten.append, hit._lease).atexit = False
         return True
+
+    def _note_silence(self, asked_at: float, now: float) -> None:
+        """No answer. Somebody who waits for less than the deadline has learned nothing by that."""
+        if now >= asked_at + self.config.request_deadline:
+            self.client.breaker.note(False, now)
 
     def finish(self, hit: Hit) -> None:
         """Nothing more is waited for; what is not worth a load is given up."""
@@ -221,7 +239,6 @@ class Engine:
         is_prefetch = hit in self._prefetches
         least = 0 if is_prefetch else self.config.swap_in_threshold
         if blocks == 0 or blocks * self.attachment.block_tokens < least:
-            hit._promised = 0
             self._void(hit)
         elif hit._answer is not None and hit._answer.pending:
             self._take(hit)  # or it would go on growing
@@ -273,92 +290,115 @@ class Engine:
         self._take(hit)
         hit._copies += 1
         copy._generation = self._generation
-        self.written.update(copy.blocks)
         copy._sources = hit._sources[first:end]
-        self._submit(copy, pool, Direction.LOAD, copy.blocks, hit._offsets[first:end])
+        self._begin(copy)
+        self.written.update(copy.blocks)
+        self._submit(copy, pool, LeaseId(0), copy.blocks, hit._offsets[first:end])
 
     def store(self, copy: Copy, keys: Sequence[BlockKey], after: BlockKey | None) -> None:
-        """Ask for slots; the copy follows when they are there."""
+        """Ask for slots; the copies follow when they are there."""
         copy._generation = self._generation
-        if self.is_ready:
-            copy._ticket = self.client.send_reserve(self.attachment.namespace, [(after, keys)])
-        if not copy._ticket:
+        copy._keys, copy._after = keys, after
+        if self.is_ready and self._ask_for_slots(copy):
+            self._begin(copy)
+        else:
             copy._stage = Stage.DONE
-            return
-        copy._answer_by = time.monotonic() + self.config.request_deadline
+
+    def _ask_for_slots(self, copy: Copy) -> bool:
+        """Ask for the next part's slots; False if there is no next part, or nobody to ask."""
+        first = copy._next
+        keys = copy._keys[first : first + STORE_KEYS_MAX]
+        if not keys or copy._generation != self._generation:
+            return False
+        after = copy._keys[first - 1] if first else copy._after
+        copy._ticket = self.client.send_reserve(self.attachment.namespace, [(after, keys)])
+        copy._next = first + len(keys)
+        copy._asked_at = time.monotonic()
+        return copy._ticket != 0
+
+    def _begin(self, copy: Copy) -> None:
+        """The device blocks belong to the copy now."""
         self.busy.update(copy.blocks)
         self._on_way.append(copy)
 
     def _submit(
         self,
         copy: Copy,
-        pool: Pool,
-        direction: Direction,
+        pool: Pool | None,
+        lease: LeaseId,
         blocks: Sequence[int],
-        offsets: np.ndarray[tuple[int], np.dtype[np.int64]],
+        offsets: npt.NDArray[np.int64],
     ) -> None:
+        """Hand a part to the copy engine; without a pool, or if that raises, it has failed."""
+        part = Part(lease, len(blocks), None)
+        copy._parts.append(part)
+        copy._stage = Stage.COPYING
+        if pool is None:
+            return
+        direction = Direction.STORE if copy._hit is None else Direction.LOAD
         pages = Pages(tuple(blocks), tuple(offsets.tolist()), (0,) * len(blocks))
         copies = self.layout.descriptors(self.layout.names, pages, pool.address, 0)
-        copy._copied = len(blocks)
-        copy._stage = Stage.COPYING
-        if copy not in self._on_way:
-            self.busy.update(copy.blocks)
-            self._on_way.append(copy)
-        copy._event = self._copies.submit(direction, copies)
+        part.event = self._copies.submit(direction, copies)
 
     def _advance(self, copy: Copy, now: float) -> None:
-        if copy._stage is Stage.RESERVING:
+        if copy._ticket:
             self._take_grant(copy, now)
-        if copy._stage is Stage.COPYING and copy._event is not None and copy._event.is_done():
-            self._end(copy, copy._event.is_ok)
+        for part in list(copy._parts):
+            is_done = part.event is None
+            try:
+                is_done = is_done or (part.event is not None and part.event.is_done())
+            except BaseException:
+                part.event, is_done = None, True  # it raises to the caller, once
+                raise
+            finally:
+                if is_done:
+                    copy._parts.remove(part)
+                    self._end(copy, part)
+        if not copy._ticket and not copy._parts:
+            self._leave(copy)
 
     def _take_grant(self, copy: Copy, now: float) -> None:
         is_here = self.client.has_answer(copy._ticket)
-        if not is_here and now < copy._answer_by:
+        if not is_here and now < copy._asked_at + self.config.request_deadline:
             return
         if not is_here:
-            self.client.breaker.note(False, now)
+            self._note_silence(copy._asked_at, now)
         grant = self.client.take_grant(copy._ticket, 0.0)
-        copy._ticket = 0
-        if grant is None or not grant.lease or copy._generation != self._generation:
-            self._leave(copy)
+        first, copy._ticket = copy._next, 0
+        if grant is None or copy._generation != self._generation:
             return
-        granted = np.flatnonzero(grant.offsets >= 0)
-        copy._lease = grant.lease
-        self._count_copies(about_to_start=1)
-        pool = self._pool()
-        blocks = [copy.blocks[at] for at in granted.tolist()]
-        copy._copied = len(blocks)
-        if pool is None:
-            self._end(copy, False)
-            return
-        self._submit(copy, pool, Direction.STORE, blocks, grant.offsets[granted])
+        first -= len(grant.offsets)
+        if grant.lease:
+            granted = np.flatnonzero(grant.offsets >= 0)
+            self._count_copies(about_to_start=1)
+            blocks = [copy.blocks[first + at] for at in granted.tolist()]
+            self._submit(copy, self._pool(), grant.lease, blocks, grant.offsets[granted])
+        self._ask_for_slots(copy)
 
-    def _end(self, copy: Copy, is_ok: bool) -> None:
-        """The bytes are there, or will never be."""
-        hit = copy._hit
-        is_current = copy._generation == self._generation
-        if hit is None:
+    def _end(self, copy: Copy, part: Part) -> None:
+        """The bytes of a part are there, or will never be."""
+        is_ok = part.event is not None and part.event.is_ok
+        if copy._hit is None:
+            is_current = copy._generation == self._generation
             if is_current:
-                self.client.commit(copy._lease, [is_ok] * copy._copied)
+                self.client.commit(part.lease, [is_ok] * part.blocks)
             is_ok = is_ok and is_current
-        else:
-            hit._copies -= 1
-            hit._loaded += copy._sources if is_ok else ()
-            if hit._is_released and hit._copies == 0:
-                self._void(hit)
-            self.written.difference_update(copy.blocks)
-        copy._is_ok = is_ok
-        if not is_ok:
-            copy._copied = 0
-        self._leave(copy)
+        copy._copied += part.blocks if is_ok else 0
+        copy._is_ok = copy._is_ok and is_ok
 
     def _leave(self, copy: Copy) -> None:
         """The device blocks are free again."""
-        copy._stage, copy._event = Stage.DONE, None
+        copy._stage = Stage.DONE
         self._on_way.remove(copy)
         self.busy.subtract(copy.blocks)
         self.busy += Counter()  # forget those at zero
+        hit = copy._hit
+        if hit is not None:
+            self.written.difference_update(copy.blocks)
+            hit._copies -= 1
+            hit._loaded += copy._sources if copy._is_ok else ()
+            if hit._is_released and hit._copies == 0:
+                self._void(hit)
         self._count_copies()
 
     # ---- reports -------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def _describe_numpy(name: str, array: npt.NDArray[Any]) -> LayerLayout:
     if array.dtype.hasobject:
         raise LayoutMismatchError(f"tensor {name} holds Python objects, not numbers")
     place = int(array.__array_interface__["data"][0])
-    dtype = f"numpy.{array.dtype.str}"
+    dtype = f"numpy.{array.dtype.str} {array.dtype}"  # `str` alone is the same for several
     return _layout(name, place, _Array(array.shape, array.strides, array.itemsize, dtype))
 
 

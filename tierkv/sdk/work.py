@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,7 @@ class Hit:
         self._generation = 0
         self._offsets: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._sources: tuple[str, ...] = ()
-        self._answer_by = self._grow_from = 0.0
+        self._asked_at = self._answer_by = self._grow_from = 0.0
         self._patience_s: float | None = None
         self._loaded: list[str] = []  # sources of the blocks that were copied
         self._promised = 0  # the most blocks that were offered
@@ -100,6 +101,20 @@ class Hit:
         return f"<Hit {len(self._offsets)} of {len(self.keys) - self.held} blocks, {state}>"
 
 
+@dataclass(slots=True, eq=False)
+class Part:
+    """A part of a copy that the copy engine works on.
+
+    Attributes:
+        lease: of a store; 0 of a load.
+        event: its end; None if it could not be begun.
+    """
+
+    lease: LeaseId
+    blocks: int
+    event: CopyEvent | None
+
+
 class Stage(enum.Enum):
     """How far a copy is."""
 
@@ -121,13 +136,15 @@ class Copy:
         self._cache = cache
         self._hit = hit  # None: a store
         self._stage = Stage.RESERVING if hit is None else Stage.COPYING
-        self._lease = LeaseId(0)
         self._generation = 0
         self._ticket = 0
-        self._answer_by = 0.0
-        self._event: CopyEvent | None = None
+        self._asked_at = 0.0
+        self._parts: list[Part] = []  # on their way
+        self._keys: Sequence[BlockKey] = ()  # of a store
+        self._after: BlockKey | None = None
+        self._next = 0  # first key that no slot was asked for yet
         self._sources: tuple[str, ...] = ()  # of the blocks of a load
-        self._copied = 0  # blocks
+        self._copied = 0  # blocks that are in place
         self._is_ok = True
 
     @property
@@ -153,7 +170,9 @@ class Copy:
 
         Raises:
             LoadFailedError: it was a load, and the bytes of `blocks` are undefined.
+            UsageError: this process was forked meanwhile; the copy goes to the memory of the other.
         """
+        self._cache.check_process()
         self.wait()
         if self.is_load and not self._is_ok:
             raise LoadFailedError(

@@ -194,6 +194,7 @@ class Client:
         self._attaching.clear()
         self._waiting.clear()
         self._replies.clear()
+        self._answers = {lease: a for lease, a in self._answers.items() if lease in self.leases}
 
     # ---- namespaces ----------------------------------------------------------------------------
 

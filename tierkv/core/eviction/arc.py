@@ -79,15 +79,20 @@ class _Lists:
             older[above] = newer[below] = node
             self.sizes[to] += 1
 
-    def line(self, node: int) -> list[int]:
-        """A node with a slot and, before it, the latest of its successors that have one."""
-        found = [node]
-        while True:
-            heir = self.heir[found[-1]]
-            is_true = heir and self.row[heir] and self.parent[heir] == self.key[found[-1]]
-            if not is_true:
-                return found[::-1]
-            found.append(heir)
+    def line(self, node: int, told: set[int]) -> list[int]:
+        """A node with a slot, and behind it the latest of its successors, as far as they have one.
+
+        Args:
+            told: nodes that were told before; those that are told now are added. Ends the line, so
+                that all lines together take time in the number of nodes, and so do circles.
+        """
+        found: list[int] = []
+        while node and self.row[node] and node not in told:
+            told.add(node)
+            found.append(node)
+            heir = self.heir[node]
+            node = heir if heir and self.parent[heir] == self.key[node] else 0
+        return found
 
     def oldest(self, which: int) -> int:
         """The oldest node of a list that is not empty."""
@@ -198,10 +203,7 @@ class Arc(EvictionPolicy):
         told: set[int] = set()
         for leaving in self._leaving:
             # Without it nobody reaches its successors, so they go first.
-            for node in lists.line(leaving):
-                if node not in told:
-                    told.add(node)
-                    yield lists.row[node]
+            yield from [lists.row[node] for node in reversed(lists.line(leaving, told))]
         frequent = lists.from_oldest(_FREQUENT)
         left = lists.sizes[_RECENT]
         for node in lists.from_oldest(_RECENT):
