@@ -5,8 +5,12 @@ LOCK := $(shell sha256sum requirements.lock | cut -c1-12)
 ENV := .envs/$(LOCK)
 READY := $(ENV)/.ready
 BIN := .venv/bin
+NPU_MADE_OF := requirements.lock requirements-npu.lock scripts/setup_npu.sh \
+	$(sort $(wildcard tests/npu/standin/*.cpp tests/npu/standin/*.h)) tests/npu/standin/build.py
+NPU_ENV := .envs/npu-$(shell cat $(NPU_MADE_OF) | sha256sum | cut -c1-12)
+NPU_READY := $(NPU_ENV)/.ready
 
-.PHONY: help setup demo test check mutants bench coverage soak newcomer clean
+.PHONY: help setup demo test check mutants bench coverage soak newcomer setup-npu test-npu clean
 
 help:
 	@echo "make setup    environment with all that demo and tests need, in $(ENV)"
@@ -18,6 +22,8 @@ help:
 	@echo "make coverage lines and branches that the tests without vLLM reach"
 	@echo "make soak     the state machine with many more examples, traces at more sizes"
 	@echo "make newcomer the tutorial in a fresh clone; URL=... clones from there"
+	@echo "make setup-npu environment with the real torch-npu over a stand-in for the Ascend runtime"
+	@echo "make test-npu tests of the Ascend device in that environment; needs g++, no NPU"
 
 setup: $(READY)
 	@ln -sfn $(ENV) .venv
@@ -55,6 +61,17 @@ soak: setup
 
 newcomer:
 	bash scripts/newcomer.sh $(URL)
+
+setup-npu: setup $(NPU_READY)
+
+$(NPU_READY): $(NPU_MADE_OF)
+	bash scripts/setup_npu.sh .venv "$(NPU_ENV)"
+	@touch $(NPU_READY)
+
+# Without the variable, `import torch` would load torch-npu everywhere.
+test-npu: setup-npu
+	LD_LIBRARY_PATH="$(CURDIR)/$(NPU_ENV)/standin" TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
+		$(NPU_ENV)/bin/python -m pytest tests/npu
 
 clean:
 	rm -rf build .venv .envs

@@ -1,0 +1,89 @@
+"""Processes for what torch_npu decides once, or does not survive: python -m tests.npu.child NAME
+
+Each prints what it saw, one JSON object per line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+
+import torch
+
+from tests.npu.acl import Acl
+from tests.npu.memory import Mapping
+from tests.npu.standin import StandIn, Way
+
+SIZE = 64 << 10
+
+
+def show(**seen: object) -> None:
+    print(json.dumps(seen), flush=True)
+
+
+def use_registered_memory(standin: StandIn, device: torch.device) -> None:
+    """Register memory and copy it with `non_blocking`. The environment names the driver."""
+    mapping, target, stream = Mapping(SIZE), torch.empty(SIZE, device=device), torch.Stream(device)
+    acl = Acl()
+    registered = acl.register(mapping.address, SIZE)
+    before = standin.counts()
+    with stream:
+        target.view(torch.uint8)[:SIZE].copy_(mapping.tensor, non_blocking=True)
+    stream.synchronize()
+    show(
+        registered=registered,
+        is_pinned=mapping.tensor.is_pinned(),
+        is_own_memory_pinned=torch.empty(SIZE, pin_memory=True).is_pinned(),
+        changes=standin.counts().since(before),
+    )
+
+
+def use_an_operator(standin: StandIn, device: torch.device) -> None:
+    """Compute something: nothing comes back."""
+    show(sum=(torch.zeros(4, device=device) + 1).cpu().tolist())
+
+
+def refuse_a_queued_copy(standin: StandIn, device: torch.device) -> None:
+    """Let the driver refuse a copy that torch_npu has in its queue, and go on."""
+    target, stream = torch.empty(SIZE, device=device, dtype=torch.uint8), torch.Stream(device)
+    source = torch.ones(SIZE, dtype=torch.uint8).pin_memory()
+    events = [torch.Event(device) for _ in range(9)]
+    standin.fail_submissions(way=Way.TO_DEVICE)
+    raised = []
+    for event in events:
+        try:
+            with stream:
+                target.copy_(source, non_blocking=True)
+            event.record(stream)
+            stream.query()  # lets the queue run empty
+        except RuntimeError as error:
+            raised.append(str(error))
+    torch.accelerator.synchronize()
+    show(
+        raised=len(raised),
+        says_so=all("inner error" in text for text in raised),
+        copied=standin.counts().copies_to_device,
+        is_last_reached=events[-1].query(),
+        is_stream_idle=stream.query(),
+    )
+
+
+ROLES = {
+    "old-driver": (use_registered_memory, use_an_operator),
+    "refused": (refuse_a_queued_copy,),
+}
+
+
+def main() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch_npu  # noqa: F401
+
+        torch.npu.set_device(0)
+    for part in ROLES[sys.argv[1]]:
+        part(StandIn(), torch.device("npu:0"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""The copy engine of accelerators: side streams, events, and four ways to move the bytes.
+
+One class for every device that torch knows by its device-generic API; what differs is in the hooks.
+
+Rule 1: a copy waits for the compute stream, in both directions: a store for the kernels that write
+its blocks, a load for the kernels that still read what it overwrites.
+Rule 2: the compute stream waits for a copy where `CopyEvent.wait` says so, and nowhere else.
+Rule 3: on the two fast rungs the host neither waits nor copies. The two slow ones run in a thread.
+Rule 4: copies of one direction run in the order of their submission, whatever their rung.
+
+The rungs, best first: `batch`, the driver takes a list of copies of registered memory; `single`,
+one call per run of registered memory; `staged`, through a ring of pinned memory and a copy by the
+host; `blocking`, one blocking call after the other. Which one serves is tried, not asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from tierkv.device.base import CopyEvent, Descriptors, Direction
+from tierkv.device.hooks import DeviceCallError, DeviceHooks
+from tierkv.device.registration import Registration, RegistrationFacts
+from tierkv.device.staging import SlowLane, StagedEvent, StagingRing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
+
+STAGING_BYTES = 64 << 20
+
+
+class StreamEvent:
+    """The end of copies that were queued on a stream, and of the lists that describe them."""
+
+    def __init__(self, end: torch.Event, is_queued: bool, kept: list[object]) -> None:
+        self._end = end
+        self._is_queued = is_queued
+        self._kept = kept
+        self._is_done = False
+
+    def is_done(self) -> bool:
+        if not self._is_done:
+            try:
+                self._is_done = self._end.query()
+            except RuntimeError as error:  # the driver reports a failed copy here
+                logger.warning("a copy failed on the device: %s", error)
+                self._is_done, self._is_queued = True, False
+            if self._is_done:
+                self._kept.clear()
+        return self._is_done
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream().wait_event(self._end)
+
+    @property
+    def is_ok(self) -> bool:
+        return self.is_done() and self._is_queued
+
+
+class AcceleratorCopyEngine:
+    """Asynchronous copies between an accelerator's memory and the pool.
+
+    Args:
+        device: the accelerator; made by the thread that computes on it.
+        hooks: its driver's calls.
+        staging_bytes: pinned host memory for the rung `staged`; allocated here, once. 0: none.
+    Attributes:
+        rungs: copies by the rung that moved them.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        hooks: DeviceHooks,
+        *,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        self.device = device
+        self.rungs: Counter[str] = Counter()
+        self._hooks = hooks
+        self._has_batch = hooks.has_batch
+        self._registration = Registration(hooks)
+        self._streams = {direction: torch.Stream(device=device) for direction in Direction}
+        self._ring = StagingRing.make(device, staging_bytes)
+        self._lanes = {
+            direction: SlowLane(direction, self._streams[direction], hooks, self._ring, self.rungs)
+            for direction in Direction
+        }
+
+    # ---- host memory ---------------------------------------------------------------------------
+
+    def adopt(self, address: int, size: int, stop: threading.Event) -> None:
+        """Make a mapping of the pool fast. Blocks; run it in the background."""
+        torch.accelerator.set_device_index(self.device.index or 0)
+        self._registration.register(address, size, stop)
+
+    def abandon(self, address: int, size: int) -> None:
+        """Forget a mapping that is about to go. Waits until the device is idle."""
+        torch.accelerator.synchronize(self.device)
+        self._registration.unregister(address, size)
+
+    @property
+    def facts(self) -> RegistrationFacts:
+        """How much of the pool is registered."""
+        return self._registration.facts()
+
+    @property
+    def rung(self) -> str:
+        """The best rung that the present registration allows for all of the pool."""
+        facts = self.facts
+        if facts.asked and facts.registered == facts.asked:
+            return "batch" if self._has_batch else "single"
+        return "staged" if self._ring is not None else "blocking"
+
+    # ---- copies --------------------------------------------------------------------------------
+
+    def submit(self, direction: Direction, copies: Descriptors) -> CopyEvent:
+        """Queue copies behind those of the same direction. Never waits."""
+        stream, lane = self._streams[direction], self._lanes[direction]
+        computed = torch.Event(device=self.device)
+        computed.record(torch.accelerator.current_stream(self.device))
+        if not lane.is_idle or not self._registration.covers(copies):
+            return lane.put(copies, computed)
+        stream.wait_event(computed)
+        kept: list[object] = []
+        is_queued = self._queue(direction, self._registration.split(copies), stream, kept)
+        end = torch.Event(device=self.device)
+        end.record(stream)
+        return StreamEvent(end, is_queued, kept)
+
+    def _queue(
+        self, direction: Direction, copies: Descriptors, stream: torch.Stream, kept: list[object]
+    ) -> bool:
+        """Queue copies of registered memory; whether all of them are queued."""
+        if len(copies) == 0:
+            return True
+        try:
+            if self._has_batch:
+                try:
+                    for part in _parts(copies, self._hooks.descriptors_max):
+                        kept.append(self._hooks.copy_batch(direction, part, stream))
+                    self.rungs["batch"] += 1
+                    return True
+                except DeviceCallError as error:
+                    # Copying some of them twice does no harm, so all go again one by one.
+                    self._has_batch = False
+                    logger.warning("batched copies do not work here, copying singly: %s", error)
+            for device, host, size in zip(
+                copies.device.tolist(), copies.host.tolist(), copies.sizes.tolist(), strict=True
+            ):
+                self._hooks.copy_one(direction, device, host, size, stream)
+        except DeviceCallError as error:
+            logger.warning("a copy could not be queued: %s", error)
+            return False
+        self.rungs["single"] += 1
+        return True
+
+    def give_way(self) -> None:
+        """Nothing to do: the device copies by itself."""
+
+    def close(self) -> None:
+        """Finish what is queued and end. Blocks."""
+        for lane in self._lanes.values():
+            lane.close()
+        for stream in self._streams.values():
+            stream.synchronize()
+
+
+def _parts(copies: Descriptors, most: int) -> Iterator[Descriptors]:
+    for first in range(0, len(copies), most):
+        part = slice(first, first + most)
+        yield Descriptors(copies.device[part], copies.host[part], copies.sizes[part])
+
+
+__all__ = ["AcceleratorCopyEngine", "StagedEvent", "StreamEvent"]

@@ -1,0 +1,149 @@
+"""Registers the pool's mapping with the driver, piece by piece, behind a fence.
+
+Rule 1: a piece counts as registered only after the driver has said so; until then its slots are
+copied by a rung that needs no registration. A transfer that began before registration had ended
+has corrupted memory in the field.
+Rule 2: what was registered stays as long as the mapping; a daemon that adopts the pool changes
+nothing here.
+Rule 3: the device is idle before anything is unregistered.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierkv.device.base import Descriptors
+from tierkv.device.hooks import DeviceCallError, DeviceHooks
+from tierkv.units import approximate_size
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES_MAX = 64 << 30  # larger single registrations are known to fail
+PIECE_BYTES_MIN = 64 << 20  # below it the rest is given up, not halved again
+ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationFacts:
+    """How far registration came. Bytes.
+
+    Attributes:
+        problem: why the rest is not registered; empty if nothing is wrong.
+    """
+
+    registered: int
+    asked: int
+    problem: str = ""
+
+
+class Registration:
+    """Which host memory the driver knows.
+
+    Written by the thread that registers, read by those that copy: the list of pieces is replaced,
+    never changed.
+    """
+
+    def __init__(self, hooks: DeviceHooks, piece_bytes: int = PIECE_BYTES_MAX) -> None:
+        self._hooks = hooks
+        self._piece_bytes = piece_bytes
+        self._pieces: tuple[tuple[int, int], ...] = ()  # (first, end), sorted, joined never
+        self._asked = 0
+        self._problem = ""
+
+    def facts(self) -> RegistrationFacts:
+        """How far it came, for log and statistics."""
+        registered = sum(end - first for first, end in self._pieces)
+        return RegistrationFacts(registered, self._asked, self._problem)
+
+    def register(self, address: int, size: int, stop: threading.Event) -> None:
+        """Register a mapping, in pieces; blocks, so run it in the background.
+
+        A piece that the driver refuses is tried in halves down to `PIECE_BYTES_MIN`; then the rest
+        is left to slower copies.
+
+        Args:
+            address: of the mapping, aligned to `ALIGNMENT`.
+            stop: ends it between two pieces.
+        """
+        assert address % ALIGNMENT == 0, "a mapping begins at a page"
+        began = time.monotonic()
+        self._asked += size
+        at, end, piece = address, address + size, self._piece_bytes
+        while at < end and not stop.is_set():
+            length = min(piece, end - at)
+            try:
+                self._hooks.register(at, length)
+            except DeviceCallError as error:
+                if length <= PIECE_BYTES_MIN:
+                    self._problem = str(error)
+                    logger.warning(
+                        "host memory is registered up to %s of %s (%s); copies of the rest are "
+                        "slower: see memlock, the driver's and the kernel's version",
+                        approximate_size(at - address), approximate_size(size), error,
+                    )  # fmt: skip
+                    return
+                piece = max(PIECE_BYTES_MIN, length // 2 // ALIGNMENT * ALIGNMENT)
+                continue
+            self._pieces = tuple(sorted([*self._pieces, (at, at + length)]))
+            at += length
+        logger.info(
+            "host memory registered: bytes=%s pieces=%d seconds=%.1f",
+            approximate_size(at - address), len(self._pieces), time.monotonic() - began,
+        )  # fmt: skip
+
+    def unregister(self, address: int, size: int) -> None:
+        """Take registrations of a mapping back; the device is idle."""
+        inside = [p for p in self._pieces if address <= p[0] < address + size]
+        self._pieces = tuple(p for p in self._pieces if p not in inside)
+        for first, _ in inside:
+            try:
+                self._hooks.unregister(first)
+            except DeviceCallError as error:
+                logger.warning("host memory stays registered: %s", error)
+
+    def covers(self, copies: Descriptors) -> bool:
+        """Whether every byte on the host side is registered now."""
+        pieces = self._pieces
+        if not pieces or len(copies) == 0:
+            return len(copies) == 0
+        low = int(copies.host.min())
+        high = int((copies.host + copies.sizes).max())
+        at = bisect.bisect_right(pieces, (low, np.inf)) - 1
+        if at < 0:
+            return False
+        end = pieces[at][1]
+        while end < high and at + 1 < len(pieces) and pieces[at + 1][0] == end:
+            at += 1
+            end = pieces[at][1]
+        return low >= pieces[0][0] and high <= end
+
+    def split(self, copies: Descriptors) -> Descriptors:
+        """The same copies, none across the border of two pieces: a driver may refuse those."""
+        borders = np.array([first for first, _ in self._pieces], np.int64)
+        ends = copies.host + copies.sizes
+        crossed = np.searchsorted(borders, copies.host, "right") != np.searchsorted(
+            borders, ends - 1, "right"
+        )
+        if not crossed.any():
+            return copies
+        device, host, sizes = [], [], []
+        for source, target, size, is_crossed in zip(
+            copies.device.tolist(), copies.host.tolist(), copies.sizes.tolist(), crossed,
+            strict=True,
+        ):  # fmt: skip
+            cuts = [target, target + size]
+            if is_crossed:
+                cuts[1:1] = [b for b in borders.tolist() if target < b < target + size]
+            for first, end in itertools.pairwise(cuts):
+                device.append(source + first - target)
+                host.append(first)
+                sizes.append(end - first)
+        columns = (np.array(column, np.int64) for column in (device, host, sizes))
+        return Descriptors(*columns)

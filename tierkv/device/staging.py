@@ -1,0 +1,239 @@
+"""The two slow rungs: through a ring of pinned memory, and by blocking calls.
+
+Both need the host's hands, so a thread per direction does it; the thread that computes only waits
+where it asks to. The ring is shared by both directions and allocated once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import queue
+import threading
+from collections import Counter, deque
+from dataclasses import dataclass
+
+import torch
+
+from tierkv.device.base import Descriptors, Direction
+from tierkv.device.hooks import DeviceCallError, DeviceHooks
+
+logger = logging.getLogger(__name__)
+
+PIECES = 16  # of the ring: as many copies of device and host can overlap
+_memmove = ctypes.memmove
+
+
+class StagingRing:
+    """Pinned host memory, cut into pieces that are lent and given back.
+
+    Attributes:
+        piece_bytes: the largest copy that goes through in one go.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self.piece_bytes = memory.numel() // PIECES
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in range(PIECES):
+            self._free.put(memory.data_ptr() + number * self.piece_bytes)
+
+    @classmethod
+    def make(cls, device: torch.device, size: int) -> StagingRing | None:
+        """Allocate a ring; None if there is no pinned memory to be had."""
+        if size < PIECES:
+            return None
+        try:
+            memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            logger.warning("no pinned memory for staging on %s: %s", device, error)
+            return None
+        return cls(memory)
+
+    def borrow(self) -> int:
+        """Address of a free piece; waits for one."""
+        return self._free.get()
+
+    def give_back(self, address: int) -> None:
+        """Return a piece; nothing reads or writes it any more."""
+        self._free.put(address)
+
+
+class StagedEvent:
+    """The end of copies that a slow lane makes."""
+
+    def __init__(self) -> None:
+        self._queued = threading.Event()
+        self._ended = threading.Event()
+        self._on_device: torch.Event | None = None
+        self._is_ok = False
+
+    def is_done(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Order the compute after the device's part; the host waits until that is queued."""
+        self._queued.wait()
+        if self._on_device is not None:
+            torch.accelerator.current_stream().wait_event(self._on_device)
+
+    @property
+    def is_ok(self) -> bool:
+        return self._ended.is_set() and self._is_ok
+
+    def set_queued(self, on_device: torch.Event | None) -> None:
+        """The device's part is queued; None: it has ended. Called by the lane."""
+        self._on_device = on_device
+        self._queued.set()
+
+    def set_done(self, is_ok: bool) -> None:
+        """All bytes are in place, or never will be. Called by the lane."""
+        self._is_ok = is_ok
+        self._queued.set()
+        self._ended.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    copies: Descriptors
+    computed: torch.Event  # what was on the compute stream at submission
+    event: StagedEvent
+
+
+class SlowLane:
+    """One direction: a queue and the thread that works it off."""
+
+    def __init__(
+        self,
+        direction: Direction,
+        stream: torch.Stream,
+        hooks: DeviceHooks,
+        ring: StagingRing | None,
+        rungs: Counter[str],
+    ) -> None:
+        self._direction = direction
+        self._stream = stream
+        self._hooks = hooks
+        self._ring = ring
+        self._rungs = rungs
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._unfinished = 0
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a copy that is queued on the stream now comes behind all of the lane's."""
+        return self._unfinished == 0
+
+    def put(self, copies: Descriptors, computed: torch.Event) -> StagedEvent:
+        """Queue copies."""
+        event = StagedEvent()
+        with self._lock:
+            self._unfinished += 1
+            if self._thread is None:
+                name = f"tierkv-slow-{self._direction.value}"
+                self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+                self._thread.start()
+        self._jobs.put(_Job(copies, computed, event))
+        return event
+
+    def close(self) -> None:
+        """Finish what is queued and end. Blocks."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+
+    def _work(self) -> None:
+        torch.accelerator.set_device_index(self._stream.device.index or 0)
+        while (job := self._jobs.get()) is not None:
+            is_ok = False
+            try:
+                if self._ring is not None:
+                    self._copy_staged(job, self._ring)
+                else:
+                    self._copy_blocking(job)
+                is_ok = True
+            except (DeviceCallError, RuntimeError) as error:
+                logger.warning("a copy failed: %s", error)
+            with self._lock:
+                self._unfinished -= 1
+            job.event.set_done(is_ok)
+
+    def _copy_blocking(self, job: _Job) -> None:
+        job.computed.synchronize()  # blocking calls are ordered with no stream
+        for device, host, size in _rows(job.copies):
+            self._hooks.copy_blocking(self._direction, device, host, size)
+        self._rungs["blocking"] += 1
+
+    def _copy_staged(self, job: _Job, ring: StagingRing) -> None:
+        self._stream.wait_event(job.computed)
+        if self._direction is Direction.LOAD:
+            self._load_staged(job, ring)
+        else:
+            self._store_staged(job, ring)
+        self._rungs["staged"] += 1
+
+    def _load_staged(self, job: _Job, ring: StagingRing) -> None:
+        lent: deque[tuple[int, torch.Event]] = deque()
+        try:
+            for device, host, size in _rows(job.copies, ring.piece_bytes):
+                if len(lent) >= PIECES // 2:  # the other direction needs pieces, too
+                    self._take_back(lent, ring)
+                piece = ring.borrow()
+                lent.append((piece, torch.Event(device=self._stream.device)))
+                _memmove(piece, host, size)
+                self._hooks.copy_one(self._direction, device, piece, size, self._stream)
+                lent[-1][1].record(self._stream)
+            end = torch.Event(device=self._stream.device)
+            end.record(self._stream)
+            job.event.set_queued(end)
+        finally:
+            while lent:
+                self._take_back(lent, ring)
+
+    @staticmethod
+    def _take_back(lent: deque[tuple[int, torch.Event]], ring: StagingRing) -> None:
+        piece, copied = lent.popleft()
+        try:
+            copied.synchronize()
+        finally:
+            ring.give_back(piece)
+
+    def _store_staged(self, job: _Job, ring: StagingRing) -> None:
+        lent: deque[tuple[int, torch.Event, int, int]] = deque()
+        try:
+            for device, host, size in _rows(job.copies, ring.piece_bytes):
+                if len(lent) >= PIECES // 2:
+                    self._unload(lent, ring)
+                piece = ring.borrow()
+                lent.append((piece, torch.Event(device=self._stream.device), host, size))
+                self._hooks.copy_one(self._direction, device, piece, size, self._stream)
+                lent[-1][1].record(self._stream)
+            end = torch.Event(device=self._stream.device)
+            end.record(self._stream)
+            job.event.set_queued(end)
+        finally:
+            while lent:
+                self._unload(lent, ring)
+
+    @staticmethod
+    def _unload(lent: deque[tuple[int, torch.Event, int, int]], ring: StagingRing) -> None:
+        piece, copied, host, size = lent.popleft()
+        try:
+            copied.synchronize()
+            _memmove(host, piece, size)
+        finally:
+            ring.give_back(piece)
+
+
+def _rows(copies: Descriptors, most: int = 0) -> list[tuple[int, int, int]]:
+    """Device address, host address and size of each copy, those above `most` in pieces."""
+    rows = []
+    for device, host, size in zip(
+        copies.device.tolist(), copies.host.tolist(), copies.sizes.tolist(), strict=True
+    ):
+        step = most or size
+        for at in range(0, size, step):
+            rows.append((device + at, host + at, min(step, size - at)))
+    return rows
