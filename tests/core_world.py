@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tierkv.core.directory import Directory
+from tierkv.core.eviction.base import EvictionPolicy
+from tierkv.core.eviction.slru import Slru
 from tierkv.core.values import Limits, Run
 
 SLOT_BYTES = 8192
@@ -17,9 +21,16 @@ def keys_of(text: str) -> list[bytes]:
 class World:
     """`slots` slots of one namespace, an engine `e` attached, time standing still."""
 
-    def __init__(self, slots: int = 4, units: int = 1, pinned_share_max: float = 1.0) -> None:
+    def __init__(
+        self,
+        slots: int = 4,
+        units: int = 1,
+        pinned_share_max: float = 1.0,
+        make_policy: Callable[[], EvictionPolicy] = Slru,
+    ) -> None:
         unit = SLOT_BYTES * (slots // units)
-        self.directory = Directory(Limits(unit * units, unit, pinned_share_max))
+        limits = Limits(unit * units, unit, pinned_share_max)
+        self.directory = Directory(limits, (), make_policy)
         self.join("e")
 
     def join(self, engine: str, space: bytes = SPACE, slot_bytes: int = SLOT_BYTES) -> None:

@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tierkv.core.directory import Directory
+from tierkv.core.eviction.arc import Arc
+from tierkv.core.eviction.lru import Lru
+from tierkv.core.eviction.slru import Slru
 from tierkv.core.namespace import State
 from tierkv.core.values import Limits, Op, Ready, Run, TaskEnded, TierLimits
 from tierkv.types import Outcome
@@ -50,10 +53,11 @@ class Machine(RuleBasedStateMachine):
         pinned=st.sampled_from([0.3, 1.0]),
         promoted=st.sampled_from([0.3, 1.0]),
         tiers=st.lists(tier_limits, max_size=2),
+        make_policy=st.sampled_from([Slru, Lru, Arc]),
     )
-    def start(self, units, pinned, promoted, tiers):
+    def start(self, units, pinned, promoted, tiers, make_policy):
         limits = Limits(units * 24576, 24576, pinned, 3, promote_share_max=promoted)
-        self.directory = Directory(limits, tiers)
+        self.directory = Directory(limits, tiers, make_policy)
         self.tiering = self.directory.tiering
         self.now = 0.0
         self.bytes: dict[int, tuple] = {}  # offset -> (space, key, version) or a torn mark
@@ -467,7 +471,7 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=int(os.environ.get("MACHINE_EXAMPLES", "250")),
+    max_examples=int(os.environ.get("MACHINE_EXAMPLES", "400")),
     stateful_step_count=80,
     deadline=None,
     database=None,

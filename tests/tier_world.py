@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from tests.core_world import SLOT_BYTES, SPACE, World, keys_of
 from tierkv.core.directory import Directory
+from tierkv.core.eviction.base import EvictionPolicy
+from tierkv.core.eviction.slru import Slru
 from tierkv.core.values import Job, Limits, Op, TierLimits
 from tierkv.types import Outcome
 
@@ -18,10 +21,17 @@ def text_of(keys) -> str:
 class TierWorld(World):
     """`slots` slots, one namespace, engine `e`, and tiers that do nothing by themselves."""
 
-    def __init__(self, slots: int = 4, *tiers: TierLimits, units: int = 1, **limits) -> None:
+    def __init__(
+        self,
+        slots: int = 4,
+        *tiers: TierLimits,
+        units: int = 1,
+        make_policy: Callable[[], EvictionPolicy] = Slru,
+        **limits,
+    ) -> None:
         unit = SLOT_BYTES * (slots // units)
         limits = {"pinned_share_max": 1.0, "promote_share_max": 1.0} | limits
-        self.directory = Directory(Limits(unit * units, unit, **limits), tiers)
+        self.directory = Directory(Limits(unit * units, unit, **limits), tiers, make_policy)
         self.tiering = self.directory.tiering
         self.now = 0.0
         self.jobs: deque[Job] = deque()

@@ -344,12 +344,11 @@ class Engine:
         if copy._ticket:
             self._take_grant(copy, now)
         for part in list(copy._parts):
-            is_done = part.event is None
+            event, part.event = part.event, None  # a failed part, should the next line raise
+            is_done = True
             try:
-                is_done = is_done or (part.event is not None and part.event.is_done())
-            except BaseException:
-                part.event, is_done = None, True  # it raises to the caller, once
-                raise
+                is_done = event is None or event.is_done()
+                part.event = event
             finally:
                 if is_done:
                     copy._parts.remove(part)
