@@ -6,6 +6,7 @@ do; see `tests.sdk_node.SdkChild`.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -349,7 +350,24 @@ class Puppet:
         self.cache.close()
         self.cache = None
 
-    # ---- forked ----
+    # ---- forgotten, forked ----
+
+    def forget(self, times: int) -> list[int]:
+        """Drop caches that are not closed, each with a hit; the blocks of the hits."""
+        found = []
+        for _ in range(times):
+            cache = tierkv.Cache(
+                self.memory.tensors,
+                model="forgotten",
+                block_tokens=BLOCK_TOKENS,
+                config=self.cache.config,
+            )
+            assert cache.wait_ready(WAIT_MAX_S), cache.refusal
+            hit = cache.lookup(self.seat.keys("ab"))
+            found.append(hit.blocks)
+            del cache, hit
+            gc.collect()
+        return found
 
     def fork(self) -> list[str]:
         """Fork, and say which error each call raises in the new process."""

@@ -8,7 +8,8 @@ from tests.core_world import SLOT_BYTES, SPACE, keys_of
 from tierkv.core.directory import Directory
 from tierkv.core.eviction.arc import Arc
 from tierkv.core.eviction.lru import Lru
-from tierkv.core.values import Limits, Run
+from tierkv.core.eviction.slru import Slru
+from tierkv.core.values import Limits, Run, TierLimits
 
 
 def test_a_run_with_a_gap_is_made_room_for_in_pieces_with_true_predecessors():
@@ -69,3 +70,25 @@ def test_a_policy_that_proposes_nonsense_changes_nothing():
         space = directory.spaces[SPACE]
         assert sorted({*space.free, *space.index.values()}) == [1, 2, 3, 4]
     assert set(space.index) >= set(keys_of("h"))
+
+
+def test_over_a_tier_no_policy_spares_blocks_from_what_is_to_get_down():
+    """DRAM is the only way to the tier: a block that finds no slot is in neither."""
+    resident = {}
+    for tiers in ((), (TierLimits("fs"),)):
+        directory = Directory(Limits(5 * SLOT_BYTES, 5 * SLOT_BYTES), tiers, Slru)
+        if tiers:
+            directory.tiering.started(0, True)
+        directory.open_engine("a")
+        directory.attach("a", SPACE, SLOT_BYTES)
+        for text in ("k", "lmnop"):
+            granted = directory.reserve("a", SPACE, [Run(None, keys_of(text))], 0.0)
+            stored = int((granted.offsets >= 0).sum())
+            directory.commit(granted.lease, [True] * stored)
+            if text == "k":
+                found = directory.lookup("a", SPACE, keys_of("k"), 0.0)  # protects it
+                directory.release(found.lease)
+        resident[bool(tiers)] = set(directory.spaces[SPACE].index)
+        directory.check()
+    assert resident[False] == set(keys_of("klmno"))
+    assert resident[True] == set(keys_of("lmnop"))

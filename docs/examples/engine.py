@@ -130,7 +130,10 @@ class Engine:
         self.cache: tierkv.Cache | None = None
         if config is not None:
             self.cache = tierkv.Cache(
-                self._kv, model=MODEL, block_tokens=BLOCK_TOKENS, config=config
+                self._kv,
+                model=MODEL,
+                block_tokens=BLOCK_TOKENS,
+                config=config,
             )
 
     def generate(self, prompt: Sequence[int], new: int) -> list[int]:

@@ -23,7 +23,6 @@ from tierkv.config import EngineConfig, TierConfig
 from tierkv.connectors.vllm.adapters import AdapterDigests
 from tierkv.connectors.vllm.identity import geometry_by_rank, namespace_of
 from tierkv.connectors.vllm.kv_layout import describe_layers
-from tierkv.device.layout import KvLayout, Pages
 from tierkv.connectors.vllm.meta import (
     NO_GENERATION,
     LoadPlan,
@@ -35,6 +34,7 @@ from tierkv.connectors.vllm.requests import Roles, Sizes
 from tierkv.connectors.vllm.scheduler import SchedulerHalf
 from tierkv.connectors.vllm.worker import WorkerHalf
 from tierkv.device.cpu import create_cpu_engine
+from tierkv.device.layout import KvLayout, Pages
 from tierkv.errors import LayoutMismatchError
 from tierkv.pool import pool_path
 from tierkv.service import wire

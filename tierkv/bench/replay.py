@@ -163,9 +163,7 @@ class Replay:
         ]
         self.setup = setup
         self.tier = SimulatedTier(setup.tier_blocks) if setup.tier_blocks else None
-        self.directory = Directory(
-            limits, tiers if self.tier else (), policy_factory(setup.policy)
-        )
+        self.directory = Directory(limits, tiers if self.tier else (), policy_factory(setup.policy))
         self.problems: list[str] = []
         self._content: npt.NDArray[np.int64] = np.full(setup.dram_blocks, -1, np.int64)
         self.directory.open_engine(_ENGINE)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tierkv.core.eviction.base import Rows
+from tierkv.core.eviction.base import Room, Rows
 from tierkv.core.extents import ExtentMap
 from tierkv.core.growth import Growth
 from tierkv.core.handover import Handover
@@ -76,6 +76,7 @@ class Books:
         self.handover = Handover(self.extents, self.spaces, self.doom, self._pay, self.counters)
         self.may_grant = True
         self.watcher: BlockWatcher = _Nobody()
+        self.has_tiers = False
         self._lease_count = self._stamp = 0
 
     def _pay(self, space: Namespace, rows: Rows) -> bool:
@@ -181,6 +182,9 @@ class Books:
             self.handover.ask(space, now)
             self.handover.claim(space, asked - len(space.free))
         rooms = [space.policy.miss(run.keys, run.predecessor) for run in runs]
+        if self.has_tiers and space.may_demote:
+            # What goes is not lost, and what finds no room never gets down: nobody is spared.
+            rooms = [Room(len(run.keys), len(space.policy)) for run in runs]
         short = sum(room.blocks for room in rooms) - len(space.free)
         if short <= 0:
             return

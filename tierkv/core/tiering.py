@@ -63,6 +63,7 @@ class TieringManager:
         self._tasks: dict[int, Task] = {}
         self._task_count = 0
         books.watcher = self.cleaner
+        books.has_tiers = bool(tiers)
         self.promoter.on_dropped = self._read_was_dropped
 
     @property
