@@ -5,9 +5,10 @@ with its whole prefix, into the protected part, which holds at most `PROTECTED_S
 and hands its oldest blocks back to the newest end of probation.
 
 What a request stores goes behind what its own use of the prefix made the protected part hand back:
-those blocks were used twice. And it displaces no protected blocks, unless there are tiers
-below (see `Books.make_room`): a request larger than the rest of the room keeps only its head. So the order is that of using a request's blocks one by one,
-the last first, although the hits are used at the lookup and the rest is stored later.
+those blocks were used twice. And it displaces no protected blocks, unless there are tiers below
+(see `Books.make_room`): a request larger than the rest of the room keeps only its head. So the
+order is that of using a request's blocks one by one, the last first, although the hits are used at
+the lookup and the rest is stored later.
 """
 
 from __future__ import annotations
