@@ -13,6 +13,7 @@ import os
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -96,6 +97,8 @@ class Cache:
         self._process = os.getpid()
         self._is_closing = self._is_closed = False
         self._engine = Engine(name, self.config, attachment, layout, copies)
+        self._finalizer = weakref.finalize(self, self._engine.forget)
+        self._finalizer.atexit = False  # the end of a process gives everything back
         self._engine.poll()
 
     def _namespace_of(
@@ -158,6 +161,7 @@ class Cache:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
+                self._finalizer.detach()
                 self._engine.close()
 
     def is_idle(self) -> bool:

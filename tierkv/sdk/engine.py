@@ -124,6 +124,16 @@ class Engine:
             self._must_quiesce = False
             self.client.say_quiesced()
 
+    def forget(self) -> None:
+        """Nobody can use the cache any more, and nobody closed it. Nothing is on its way.
+
+        Called by the garbage collector, so it must not wait; left alone, the connection's own end
+        would.
+        """
+        logger.warning("a cache was dropped without close()")
+        self.client.close()
+        self._mapper.close()
+
     def close(self) -> None:
         """Give everything back; nothing is on its way. Blocks for a copy engine of others."""
         self._copies.close()
