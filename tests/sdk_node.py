@@ -22,6 +22,7 @@ class SdkNode(Node):
 
     Args:
         extent_slots: slots of one extent; None: one extent is the whole pool.
+        spares: children that get ready while the daemon starts.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class SdkNode(Node):
         *,
         is_started: bool = True,
         pinned_share_max: float = 1.0,
+        spares: int = 0,
         **more: object,
     ) -> None:
         more.setdefault("eviction", "lru")  # all that is not pinned has to go for what is new
@@ -50,6 +52,7 @@ class SdkNode(Node):
         self.caches: list[tierkv.Cache] = []
         self.engines: list[SteppedEngine] = []
         self.sdk_children: list[SdkChild] = []
+        self.spares = [SdkChild("numpy") for _ in range(spares)]
         self.daemons: list[Child] = []
         if mode == "external" and is_started:
             self.start_daemon()
@@ -93,12 +96,17 @@ class SdkNode(Node):
         memory = Memory(kind, blocks)
         return Seat(self.cache(memory, model, **more), memory, label)
 
-    def child_with_cache(self, model: str, label: str = "", is_stepped: bool = True) -> SdkChild:
-        """A process with a cache of its own, killed with the other users."""
-        child = SdkChild("numpy")
-        self.sdk_children.append(child)
-        child.call("open", model, label, is_stepped, self.settings().model_dump_json())
-        return child
+    def children_with_caches(
+        self, model: str, count: int, label: str = "", is_stepped: bool = True
+    ) -> list[SdkChild]:
+        """Processes with a cache each, killed with the other users."""
+        children = [self.spares.pop() if self.spares else SdkChild("numpy") for _ in range(count)]
+        self.sdk_children += children
+        for child in children:
+            child.tell("open", model, label, is_stepped, self.settings().model_dump_json())
+        for child in children:
+            assert child.hear() == child.process.pid
+        return children
 
     def kill_daemon(self) -> int:
         """SIGKILL the daemon that serves now; its generation."""
@@ -144,6 +152,8 @@ class SdkNode(Node):
         finally:
             if self.mode == "auto" and self.serves():
                 self.kill_daemon()
+            for child in self.spares:
+                child.kill()
             super().close()
 
 
