@@ -97,8 +97,7 @@ class Cache:
         self._process = os.getpid()
         self._is_closing = self._is_closed = False
         self._engine = Engine(name, self.config, attachment, layout, copies)
-        self._finalizer = weakref.finalize(self, self._engine.forget)
-        self._finalizer.atexit = False  # the end of a process gives everything back
+        self._finalizer = _finalizer_of(self, self._engine)
         self._engine.poll()
 
     def _namespace_of(
@@ -379,13 +378,13 @@ class Cache:
     @contextlib.contextmanager
     def _use(self) -> Iterator[None]:
         """The lock, for a cache that can be used; a forked child must not even wait for it."""
-        self.check_process()
+        self._check_process()
         with self._lock:
             if self._is_closing:
                 raise UsageError("the cache is closed; make a new one")
             yield
 
-    def check_process(self) -> None:
+    def _check_process(self) -> None:
         """Raise `UsageError` in a process that was forked from that of the cache."""
         if self._is_foreign:
             raise UsageError("the cache belongs to the process that forked this one; make another")
@@ -445,6 +444,13 @@ class Cache:
     def _is_copied(self, copy: Copy) -> bool:
         with self._look() as is_open:
             return copy._stage is Stage.DONE or not is_open
+
+
+def _finalizer_of(cache: Cache, engine: Engine) -> weakref.finalize[[], Cache]:
+    """What happens to a cache that nobody closes; the end of a process gives everything back."""
+    finalizer = weakref.finalize(cache, engine.forget)
+    finalizer.atexit = False
+    return finalizer
 
 
 def _checked(keys: Sequence[BlockKey]) -> list[BlockKey]:

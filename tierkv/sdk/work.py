@@ -172,7 +172,7 @@ class Copy:
             LoadFailedError: it was a load, and the bytes of `blocks` are undefined.
             UsageError: this process was forked meanwhile; the copy goes to the memory of the other.
         """
-        self._cache.check_process()
+        self._cache._check_process()
         self.wait()
         if self.is_load and not self._is_ok:
             raise LoadFailedError(
