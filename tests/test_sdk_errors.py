@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -98,20 +97,13 @@ def test_tensors_that_cannot_be_cached_are_refused(node, bad):
     assert len(str(error.value)) > 20, "it says what is wrong"
 
 
-def test_a_read_only_array_is_never_written(node):
-    """It is refused at once, or as the target of a load."""
+def test_a_read_only_array_is_refused(node):
+    """A load could not write it."""
     memory = Memory("numpy", BLOCKS)
     for tensor in memory.tensors.values():
         tensor.flags.writeable = False
-    with pytest.raises((LayoutMismatchError, UsageError)):
-        seat = Seat(node.cache(memory, "read only"), memory, "")
-        keys = seat.keys("ab")
-        assert seat.cache.store(keys, seat.fill(keys)) == 2
-        seat.memory.wipe(*seat.targets)
-        with seat.cache.lookup(keys) as hit:
-            seat.cache.load(hit, seat.targets[:2])
-    memory.wipe(0)
-    assert memory.is_wiped(0)
+    with pytest.raises(LayoutMismatchError, match="read-only"):
+        node.cache(memory, "read only", is_ready=False)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +122,7 @@ def test_a_read_only_array_is_never_written(node):
 )
 def test_arguments_that_make_no_sense_are_refused(node, wrong):
     arguments = {"model": "m", "block_tokens": BLOCK_TOKENS, "config": node.settings()} | wrong
-    with pytest.raises((TierKVError, ValueError, TypeError)):
+    with pytest.raises(UsageError):
         tierkv.Cache(Memory("numpy", BLOCKS).tensors, **arguments).close()
 
 
@@ -138,21 +130,19 @@ def test_arguments_that_make_no_sense_are_refused(node, wrong):
 
 
 @pytest.mark.parametrize("wrong", [-1, 2**32, 2**70], ids=str)
-@pytest.mark.parametrize("form", [list, tuple, np.array])
-def test_tokens_out_of_range_are_refused(seat, wrong, form):
+def test_tokens_out_of_range_are_refused(seat, wrong):
     """Else two prompts would have one key."""
     tokens = [1, 2, 3, wrong]
-    if form is np.array and wrong == 2**70:
-        pytest.skip("numpy has no such numbers")
-    with pytest.raises((UsageError, ValueError, OverflowError)):
-        seat.cache.hash_tokens(form(tokens))
+    for form in (list, tuple, np.array):
+        with pytest.raises(UsageError):
+            seat.cache.hash_tokens(form(tokens))
 
 
 @pytest.mark.parametrize("wrong", [1.5, "7", None], ids=str)
 def test_tokens_that_are_no_integers_are_refused(seat, wrong):
-    with pytest.raises((UsageError, ValueError, TypeError)):
+    with pytest.raises(UsageError):
         seat.cache.hash_tokens([1, 2, 3, wrong])
-    with pytest.raises((UsageError, ValueError, TypeError)):
+    with pytest.raises(UsageError):
         seat.cache.hash_tokens(np.array([[1, 2, 3, 4]] * 4))
 
 
@@ -265,12 +255,10 @@ def test_a_hit_of_another_cache_cannot_be_loaded(node, seat, way):
         assert seat.load(hit, seat.keys("ab")) == 2
 
 
-def test_more_blocks_held_than_keys_are_no_hit(seat):
-    """Or are refused; but nothing else."""
-    with contextlib.suppress(UsageError):
-        seat.miss("ab", held=3)
+@pytest.mark.parametrize("held", [-1, 3])
+def test_more_blocks_held_than_keys_or_less_than_none_are_refused(seat, held):
     with pytest.raises(UsageError):
-        seat.cache.lookup(seat.keys("ab"), held=-1)
+        seat.cache.lookup(seat.keys("ab"), held=held)
 
 
 BAD_KEYS = {
@@ -288,14 +276,15 @@ def test_keys_that_are_none_cost_nothing_but_an_error(seat, bad):
     """The session and all that it holds go on."""
     keys = BAD_KEYS[bad](seat.keys("x")[0])
     hit = seat.cache.lookup(seat.keys("ab"))
-    with contextlib.suppress(UsageError, TypeError), seat.cache.lookup(keys) as none:
-        assert none.blocks == 0
-    with contextlib.suppress(UsageError, TypeError):
-        assert seat.cache.store(keys, list(range(len(keys)))) in range(len(keys) + 1)
-    with contextlib.suppress(UsageError, TypeError):
-        seat.cache.store(seat.keys("y"), [0], after=keys[0])
-    with contextlib.suppress(UsageError, TypeError):
-        seat.cache.touch(keys)
+    for call in (
+        lambda: seat.cache.lookup(keys),
+        lambda: seat.cache.store(keys, list(range(len(keys)))),
+        lambda: seat.cache.store(seat.keys("y"), [0], after=keys[-1]),
+        lambda: seat.cache.touch(keys),
+        lambda: seat.cache.prefetch(keys),
+    ):
+        with pytest.raises(UsageError):
+            call()
     assert seat.load(hit, seat.keys("ab")) == 2
     hit.release()
     seat.hit("abcd", 4)

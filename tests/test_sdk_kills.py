@@ -5,11 +5,12 @@ Nothing here waits by the clock. The steps of a copy are made by hand, see `Step
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 
-from tests.processes import wait_for
+from tests.processes import QUARANTINE_S, wait_for
 from tests.sdk_node import SdkNode
 from tests.sdk_world import SteppedEngine
 from tierkv.device.base import Direction
@@ -228,26 +229,52 @@ def test_a_daemon_killed_at_any_step_of_a_store_costs_these_blocks_only(victim, 
     victim.works_again()
 
 
-def test_a_new_daemon_grants_no_slot_that_an_old_copy_may_still_write(auto):
-    node = auto
-    victim = Victim(node)
-    engine, keys = victim.engine, victim.seat.keys("cd")
-    engine.is_stepped = True
-    copy = victim.seat.cache.start_store(keys, victim.seat.fill(keys))
-    wait_for(lambda: engine.waiting[Direction.STORE], victim.seat.cache, what="the copy")
-    engine.half(Direction.STORE)
+def replace_daemon(victim: Victim) -> None:
+    """The daemon is killed, and both caches have told the next one all they know, long ago."""
     victim.kill()
+    victim.node.start_daemon()
     caches = victim.seat.cache, victim.other.cache
-    wait_for(node.serves, *caches, what="the new daemon")
-    wait_for(lambda: node.stats()["sessions"] == 2, *caches, what="both to come back")
-    assert victim.other.cache.wait_ready()
-    assert not node.stats()["is_granting"]
-    assert victim.other.store("xy") == 0
+    wait_for(lambda: victim.node.stats()["sessions"] == 2, *caches, what="both to come back")
+    for seat in (victim.seat, victim.other):
+        assert seat.cache.wait_ready()
+        seat.settle()
+    end = time.monotonic() + 5 * QUARANTINE_S
+    wait_for(lambda: time.monotonic() > end, *caches, what="the quarantine of those that died")
+
+
+def test_a_new_daemon_grants_no_slot_that_an_old_copy_may_still_write(external):
+    victim = Victim(external)
+    seat, other, engine = victim.seat, victim.other, victim.engine
+    keys = seat.keys("cd")
+    engine.is_stepped = True
+    copy = seat.cache.start_store(keys, seat.fill(keys))
+    wait_for(lambda: engine.waiting[Direction.STORE], seat.cache, what="the copy")
+    engine.half(Direction.STORE)
+    replace_daemon(victim)
+    assert not external.stats()["is_granting"]
+    assert other.store("xy") == 0
     engine.rest(Direction.STORE)
     assert copy.result() == 0
-    wait_for(lambda: victim.other.store("xy") == 2, *caches, what="slots to be granted")
-    victim.other.hit("xy", 2)
-    victim.other.miss("cd")
+    wait_for(lambda: other.store("xy") == 2, seat.cache, what="slots to be granted")
+    other.hit("xy", 2)
+    other.miss("cd")
+    victim.works_again()
+
+
+def test_a_new_daemon_grants_no_slot_that_an_old_copy_is_reading(external):
+    victim = Victim(external)
+    seat, other, engine = victim.seat, victim.other, victim.engine
+    hit, targets = seat.cache.lookup(seat.keys("ab")), seat.wiped(2)
+    engine.is_stepped = True
+    copy = seat.cache.start_load(hit, targets)
+    engine.half(Direction.LOAD)
+    replace_daemon(victim)
+    assert other.store("stuvwxyz") == 0, "or the slots that are being read would change"
+    engine.rest(Direction.LOAD)
+    assert copy.result() == 2
+    seat.see(targets, seat.keys("ab"))
+    wait_for(lambda: other.store("stuvwxyz") == SLOTS, seat.cache, what="slots to be granted")
+    hit.release()
     victim.works_again()
 
 

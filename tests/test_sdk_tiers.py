@@ -75,16 +75,24 @@ def test_a_hit_keeps_its_blocks_however_much_is_stored(small):
     seat.miss("abcd")
 
 
-@pytest.mark.parametrize("is_touched", [True, False])
-def test_touched_blocks_stay_when_others_have_to_go(small, is_touched):
+USES = {
+    "touched": lambda cache, keys: cache.touch(keys),
+    "looked up": lambda cache, keys: cache.lookup(keys).release(),
+    "held in part": lambda cache, keys: cache.lookup(keys, held=2).release(),
+    "held": lambda cache, keys: cache.lookup(keys, held=4).release(),
+}
+
+
+@pytest.mark.parametrize("use", [None, *USES])
+def test_used_blocks_stay_when_others_have_to_go(small, use):
     seat = small.seat("m")
     assert seat.store("abcd") == 4
     assert seat.store("wxyz") == 4
-    if is_touched:
-        seat.cache.touch(seat.keys("abcd"))
+    if use:
+        USES[use](seat.cache, seat.keys("abcd"))
     assert seat.store("mnop") == 4
-    assert seat.resident("abcd") == (4 if is_touched else 0)
-    assert seat.resident("wxyz") == (0 if is_touched else 4)
+    assert seat.resident("abcd") == (4 if use else 0)
+    assert seat.resident("wxyz") == (0 if use else 4)
 
 
 @pytest.mark.parametrize("policy", ["slru", "arc"])
@@ -147,11 +155,17 @@ def test_a_half_stored_block_is_never_loaded(small):
     engine = SteppedEngine()
     writer, reader = small.seat("m", copy_engine=engine), small.seat("m")
     copy = start_filling(writer, engine)
-    reader.hit("abc", 1)
+    keys = reader.keys("abc")
+    held = reader.cache.lookup(keys)
+    assert held.blocks == 1
+    assert reader.load(held, keys) == 1
     assert reader.store("bc", behind="a") == 0, "somebody else is storing them"
     engine.rest(Direction.STORE)
     assert copy.result() == 2
     writer.settle()
+    assert held.blocks == 1
+    assert small.stats()["pinned_blocks"] == 1, "what is done grows no more"
+    held.release()
     reader.hit("abc", 3)
 
 
@@ -259,9 +273,9 @@ def model(request) -> str:
 
 def test_blocks_that_dram_gave_up_come_from_the_tier(tiered):
     seat = tiered.seat("m")
-    assert seat.store("abcd") == 4
+    assert seat.share("abcd") == 4
     wait_for(tiered.is_written, what="the tier to have everything")
-    assert seat.store("qrstuvwx") == SLOTS, "all others have to go"
+    assert seat.share("qrstuvwx") == SLOTS, "all others have to go"
     wait_for(tiered.is_written, what="the tier to have everything, so that room can be made")
     assert seat.hit("abcd", 4) == ("fs",) * 4
     assert seat.hit("abcd", 4) == ("dram",) * 4
@@ -269,7 +283,7 @@ def test_blocks_that_dram_gave_up_come_from_the_tier(tiered):
 
 def test_sources_are_told_block_by_block(shared, model):
     seat = shared.seat(model)
-    assert seat.store("abcd") == 4
+    assert seat.share("abcd") == 4
     shared.forget_dram()
     assert seat.hit("ab", 2) == ("fs",) * 2
     assert seat.hit("abcde", 4) == ("dram", "dram", "fs", "fs")
@@ -279,7 +293,7 @@ def test_sources_are_told_block_by_block(shared, model):
 
 def test_after_prefetch_a_lookup_finds_everything_in_dram(shared, model):
     seat = shared.seat(model)
-    assert seat.store("abcd") == 4
+    assert seat.share("abcd") == 4
     shared.forget_dram()
     before = shared.promoted
     seat.cache.prefetch(seat.keys("abcd"))
@@ -290,7 +304,7 @@ def test_after_prefetch_a_lookup_finds_everything_in_dram(shared, model):
 
 def test_prefetched_blocks_hold_no_lease_although_nobody_polls_for_long(shared, model):
     seat = shared.seat(model)
-    assert seat.store("abcd") == 4
+    assert seat.share("abcd") == 4
     shared.forget_dram()
     with shared.hanging_reads() as is_hanging:
         seat.cache.prefetch(seat.keys("abcd"))
@@ -302,7 +316,7 @@ def test_prefetched_blocks_hold_no_lease_although_nobody_polls_for_long(shared, 
 def test_a_prefetch_takes_longer_than_a_lookup_may_wait(shared, model):
     """Nobody waits for it, so the wait of a lookup is no bound."""
     seat = shared.seat(model, engine={"promote_wait_max": 0.0})
-    assert seat.store("abcd") == 4
+    assert seat.share("abcd") == 4
     shared.forget_dram()
     before = shared.promoted
     with shared.hanging_reads() as is_hanging:
@@ -315,9 +329,9 @@ def test_a_prefetch_takes_longer_than_a_lookup_may_wait(shared, model):
 
 def test_a_lookup_waits_for_a_tier_only_as_long_as_it_may(shared, model):
     seat, hasty = shared.seat(model), shared.seat(model, engine={"promote_wait_max": 0.0})
-    assert seat.store("abcd") == 4
+    assert seat.share("abcd") == 4
     shared.forget_dram()
-    assert seat.store("a") == 1
+    assert seat.share("a") == 1
     with shared.hanging_reads() as is_hanging:
         hit = seat.cache.start_lookup(seat.keys("abcd"))
         wait_for(is_hanging, seat.cache, what="the read")
@@ -335,9 +349,9 @@ def test_a_lookup_waits_for_a_tier_only_as_long_as_it_may(shared, model):
 
 def test_part_of_a_growing_hit_can_be_loaded_before_the_rest_has_come(shared, model):
     seat = shared.seat(model)
-    assert seat.store("abcd") == 4
+    assert seat.share("abcd") == 4
     shared.forget_dram()
-    assert seat.store("ab") == 2
+    assert seat.share("ab") == 2
     keys = seat.keys("abcd")
     with shared.hanging_reads() as is_hanging:
         hit = seat.cache.start_lookup(keys)
@@ -354,7 +368,7 @@ def test_part_of_a_growing_hit_can_be_loaded_before_the_rest_has_come(shared, mo
 
 def test_a_damaged_block_of_a_tier_is_a_shorter_hit(shared, model):
     seat = shared.seat(model)
-    assert seat.store("abcd") == 4
+    assert seat.share("abcd") == 4
     shared.forget_dram()
     fault = shared.control / "fs" / "corrupt-read"
     fresh = fault.with_name("fresh")
@@ -366,12 +380,12 @@ def test_a_damaged_block_of_a_tier_is_a_shorter_hit(shared, model):
 
 def test_a_restarted_daemon_finds_the_blocks_in_its_tier(tiered):
     seat = tiered.seat("m")
-    assert seat.store("abcd") == 4
+    assert seat.share("abcd") == 4
     wait_for(tiered.is_written, what="the tier to have everything")
     tiered.kill_daemon()
     tiered.start_daemon()
     tiered.wait_back(seat)
     tiered.wait_scanned()
     assert seat.hit("abcd", 4) == ("fs",) * 4
-    assert seat.store("ef", behind="abcd") == 2
+    assert seat.share("ef", behind="abcd") == 2
     seat.hit("abcdef", 6)
