@@ -186,6 +186,35 @@ def test_a_copy_that_the_driver_refuses_has_failed(make, standin, rung, directio
     world.end(world.submit(direction, [1], [0]))
 
 
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_copy_that_fails_while_it_runs_has_failed(make, standin, rung, direction):
+    """The runtime tells it once, at a synchronisation; events say that all is well."""
+    world = make(rung)
+    world.end(world.submit(Direction.STORE, [0], [0]))
+    way = Way.TO_HOST if direction is Direction.STORE else Way.TO_DEVICE
+    standin.fail_copies(times=1, way=way)
+    event = world.submit(direction, [1], [1])
+    wait_for(event.is_done, what="the failed copy")
+    assert not event.is_ok
+    event = world.submit(direction, [2], [0])
+    event.finish()
+    assert event.is_done()
+    assert event.is_ok
+
+
+@pytest.mark.parametrize("rung", ["batch", "single"])
+def test_a_failure_is_told_of_every_copy_that_it_may_have_hit(make, standin, rung):
+    world = make(rung)
+    world.end(world.submit(Direction.STORE, [0], [0]))
+    standin.fail_copies(times=1, after=1, way=Way.TO_HOST)
+    with standin.held(Way.TO_HOST):
+        events = [world.submit(Direction.STORE, [n], [n]) for n in range(3)]
+    for event in events:
+        event.finish()
+    assert not events[1].is_ok
+
+
 def test_until_registration_has_ended_copies_go_through_the_ring(standin):
     from tests.npu.standin import REGISTRATIONS
 
@@ -223,13 +252,15 @@ def test_a_mapping_is_registered_in_pieces_and_taken_back_whole(standin):
     engine.close()
 
 
-def test_with_too_little_lockable_memory_the_rest_is_staged(standin):
+def test_with_too_little_lockable_memory_nothing_stays_registered(standin):
     engine = AcceleratorCopyEngine(torch.device(TestNpu.device), NpuHooks(0), staging_bytes=1 << 20)
-    standin.set(register_total_max=standin.counts().registered_bytes + (128 << 20))
+    before = standin.counts().registered_bytes
+    standin.set(register_total_max=before + (128 << 20))
     pool = HostPool(256 << 20)
     engine.adopt(pool.address, pool.size, threading.Event())
-    assert 0 < engine.facts.registered <= 128 << 20
-    assert engine.facts.problem
+    assert standin.counts().registered_bytes == before
+    assert (engine.facts.registered, engine.facts.pool) == (0, pool.size)
+    assert "aclrtHostRegisterV2" in engine.facts.problem
     assert engine.rung == "staged"
     tensor = torch.empty(8, 4096, dtype=torch.int8, device=TestNpu.device)
     values = torch.arange(8 * 4096, dtype=torch.int32).to(torch.int8).view(8, 4096)
@@ -238,7 +269,8 @@ def test_with_too_little_lockable_memory_the_rest_is_staged(standin):
     for host in (pool.address, pool.address + pool.size - 4096):
         copies = Descriptors(*(np.array([n], np.int64) for n in (tensor.data_ptr(), host, 4096)))
         suite.end(engine.submit(Direction.STORE, copies))
-    assert dict(engine.rungs) == {"batch": 1, "staged": 1}
+    assert dict(engine.rungs) == {"staged": 2}
+    assert np.array_equal(pool.bytes[:4096], values.numpy().reshape(-1)[:4096].view(np.uint8))
     assert np.array_equal(pool.bytes[:4096], pool.bytes[-4096:])
     engine.close()
     engine.abandon(pool.address, pool.size)

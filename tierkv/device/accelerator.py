@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tierkv.device.base import CopyEvent, Descriptors, Direction
+from tierkv.device.base import CopyEvent, CopyFacts, Descriptors, Direction
 from tierkv.device.hooks import DeviceCallError, DeviceHooks
-from tierkv.device.registration import Registration, RegistrationFacts
+from tierkv.device.registration import Registration
 from tierkv.device.staging import SlowLane, StagedEvent, StagingRing
+from tierkv.device.verdict import Mark, StreamJudge
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,31 +37,54 @@ STAGING_BYTES = 64 << 20
 
 
 class StreamEvent:
-    """The end of copies that were queued on a stream, and of the lists that describe them."""
+    """The end of copies that were queued on a stream, and of the lists that describe them.
 
-    def __init__(self, end: torch.Event, is_queued: bool, kept: list[object]) -> None:
+    Args:
+        end: on the stream, behind the last copy.
+        mark: of the stream's judge; None where the event itself tells of failures.
+        kept: what the driver may still read.
+    """
+
+    def __init__(
+        self, end: torch.Event, mark: Mark | None, is_queued: bool, kept: list[object]
+    ) -> None:
         self._end = end
+        self._mark = mark
         self._is_queued = is_queued
         self._kept = kept
         self._is_done = False
 
     def is_done(self) -> bool:
         if not self._is_done:
-            try:
-                self._is_done = self._end.query()
-            except RuntimeError as error:  # the driver reports a failed copy here
-                logger.warning("a copy failed on the device: %s", error)
-                self._is_done, self._is_queued = True, False
+            self._is_done = self._mark.is_done if self._mark is not None else self._ask()
             if self._is_done:
                 self._kept.clear()
         return self._is_done
 
+    def _ask(self) -> bool:
+        try:
+            return bool(self._end.query())
+        except RuntimeError as error:
+            logger.warning("a copy failed on the device: %s", error)
+            self._is_queued = False
+            return True
+
     def wait(self) -> None:
         torch.accelerator.current_stream().wait_event(self._end)
 
+    def finish(self) -> None:
+        if self._mark is not None:
+            self._mark.wait()
+            return
+        try:
+            self._end.synchronize()
+        except RuntimeError as error:
+            logger.warning("a copy failed on the device: %s", error)
+            self._is_queued = False
+
     @property
     def is_ok(self) -> bool:
-        return self.is_done() and self._is_queued
+        return self.is_done() and self._is_queued and (self._mark is None or self._mark.is_ok)
 
 
 class AcceleratorCopyEngine:
@@ -85,12 +109,17 @@ class AcceleratorCopyEngine:
         self.rungs: Counter[str] = Counter()
         self._hooks = hooks
         self._has_batch = hooks.has_batch
-        self._registration = Registration(hooks)
+        self._problem = ""
+        self._registration = Registration(hooks, self._settle)
         self._streams = {direction: torch.Stream(device=device) for direction in Direction}
+        self._judges = {
+            direction: StreamJudge(stream, f"tierkv-judge-{direction.value}")
+            for direction, stream in self._streams.items()
+        }
         self._ring = StagingRing.make(device, staging_bytes)
         self._lanes = {
-            direction: SlowLane(direction, self._streams[direction], hooks, self._ring, self.rungs)
-            for direction in Direction
+            direction: SlowLane(direction, judge, hooks, self._ring, self.rungs)
+            for direction, judge in self._judges.items()
         }
 
     # ---- host memory ---------------------------------------------------------------------------
@@ -99,40 +128,69 @@ class AcceleratorCopyEngine:
         """Make a mapping of the pool fast. Blocks; run it in the background."""
         torch.accelerator.set_device_index(self.device.index or 0)
         self._registration.register(address, size, stop)
+        logger.info("copies of %s: rung=%s", self.device, self.rung)
 
     def abandon(self, address: int, size: int) -> None:
-        """Forget a mapping that is about to go. Waits until the device is idle."""
-        torch.accelerator.synchronize(self.device)
+        """Forget a mapping that is about to go. Waits until no copy of it is running."""
+        torch.accelerator.set_device_index(self.device.index or 0)
         self._registration.unregister(address, size)
 
-    @property
-    def facts(self) -> RegistrationFacts:
-        """How much of the pool is registered."""
-        return self._registration.facts()
+    def _settle(self) -> None:
+        """Wait until nothing that was submitted before is running."""
+        for direction in Direction:
+            self._lanes[direction].drain()
+            self._judges[direction].judge()
 
     @property
     def rung(self) -> str:
         """The best rung that the present registration allows for all of the pool."""
-        facts = self.facts
+        facts = self._registration.facts()
         if facts.asked and facts.registered == facts.asked:
             return "batch" if self._has_batch else "single"
         return "staged" if self._ring is not None else "blocking"
 
+    @property
+    def facts(self) -> CopyFacts:
+        """How the copies are made now."""
+        known = self._registration.facts()
+        return CopyFacts(
+            device=str(self.device),
+            rung=self.rung,
+            registered=known.registered,
+            pool=known.asked,
+            staging=self._ring.size if self._ring is not None else 0,
+            problem=known.problem or self._problem,
+        )
+
     # ---- copies --------------------------------------------------------------------------------
+
+    def mark(self) -> object:
+        """What the calling thread has queued for the device so far."""
+        computed = torch.Event(device=self.device)
+        computed.record(torch.accelerator.current_stream(self.device))
+        return computed
 
     def submit(self, direction: Direction, copies: Descriptors) -> CopyEvent:
         """Queue copies behind those of the same direction. Never waits."""
-        stream, lane = self._streams[direction], self._lanes[direction]
-        computed = torch.Event(device=self.device)
-        computed.record(torch.accelerator.current_stream(self.device))
-        if not lane.is_idle or not self._registration.covers(copies):
-            return lane.put(copies, computed)
-        stream.wait_event(computed)
-        kept: list[object] = []
-        is_queued = self._queue(direction, self._registration.split(copies), stream, kept)
-        end = torch.Event(device=self.device)
-        end.record(stream)
-        return StreamEvent(end, is_queued, kept)
+        return self.submit_after(self.mark(), direction, copies)
+
+    def submit_after(self, mark: object, direction: Direction, copies: Descriptors) -> CopyEvent:
+        """`submit`, ordered after what `mark` stands for instead of after everything until now."""
+        assert isinstance(mark, torch.Event), "a mark of this engine"
+        lane, judge = self._lanes[direction], self._judges[direction]
+        with self._registration.lock:  # what is covered now stays so until it is queued
+            if not lane.is_idle or not self._registration.covers(copies):
+                return lane.put(copies, mark)
+            stream = self._streams[direction]
+            stream.wait_event(mark)
+            verdict = None if self._hooks.events_tell_failures else judge.open()
+            kept: list[object] = []
+            is_queued = self._queue(direction, self._registration.split(copies), stream, kept)
+            end = torch.Event(device=self.device)
+            end.record(stream)
+        if verdict is not None:
+            judge.seal(verdict)
+        return StreamEvent(end, verdict, is_queued, kept)
 
     def _queue(
         self, direction: Direction, copies: Descriptors, stream: torch.Stream, kept: list[object]
@@ -150,6 +208,7 @@ class AcceleratorCopyEngine:
                 except DeviceCallError as error:
                     # Copying some of them twice does no harm, so all go again one by one.
                     self._has_batch = False
+                    self._problem = str(error)
                     logger.warning("batched copies do not work here, copying singly: %s", error)
             for device, host, size in zip(
                 copies.device.tolist(), copies.host.tolist(), copies.sizes.tolist(), strict=True
@@ -168,8 +227,9 @@ class AcceleratorCopyEngine:
         """Finish what is queued and end. Blocks."""
         for lane in self._lanes.values():
             lane.close()
-        for stream in self._streams.values():
-            stream.synchronize()
+        for judge in self._judges.values():
+            judge.judge()
+            judge.close()
 
 
 def _parts(copies: Descriptors, most: int) -> Iterator[Descriptors]:

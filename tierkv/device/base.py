@@ -52,6 +52,9 @@ class CopyEvent(Protocol):
     def wait(self) -> None:
         """Order the compute of this device after the copy. Does not raise if the copy failed."""
 
+    def finish(self) -> None:
+        """Block the caller until the copy ended, well or not."""
+
     @property
     def is_ok(self) -> bool:
         """Whether all bytes are in place; meaningful once done."""
@@ -89,6 +92,47 @@ class PoolAdopter(Protocol):
 
     def abandon(self, address: int, size: int) -> None:
         """Forget a mapping that is about to go. Waits until no copy is in flight."""
+
+
+@runtime_checkable
+class StreamedCopyEngine(Protocol):
+    """A copy engine whose device computes by itself, in the order of a stream."""
+
+    def mark(self) -> object:
+        """What the calling thread has queued for the device so far."""
+
+    def submit_after(self, mark: object, direction: Direction, copies: Descriptors) -> CopyEvent:
+        """`submit`, ordered after what `mark` stands for instead of after everything until now.
+
+        For copies that are submitted later, or by another thread, than the one that computes.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFacts:
+    """How the copies of one device are made. Sizes in bytes.
+
+    Attributes:
+        rung: how they are made now: `cpu`, or a rung of the accelerator's ladder.
+        registered, pool: how much of the mapped pool the driver knows.
+        staging: pinned host memory for copies that the driver cannot make by itself.
+        device_bytes: device memory taken, all of it at the start.
+        problem: why the rung is not the best one; empty if nothing is wrong.
+    """
+
+    device: str = "cpu"
+    rung: str = "cpu"
+    registered: int = 0
+    pool: int = 0
+    staging: int = 0
+    device_bytes: int = 0
+    problem: str = ""
+
+
+def facts_of(copies: CopyEngine) -> CopyFacts:
+    """How an engine makes its copies; an engine that does not say is a CPU's."""
+    facts = getattr(copies, "facts", None)
+    return facts if isinstance(facts, CopyFacts) else CopyFacts()
 
 
 def merge_runs(device: Addresses, host: Addresses, size: int) -> Descriptors:

@@ -30,6 +30,9 @@ class CpuCopyEvent:
     def wait(self) -> None:
         self._ended.wait()
 
+    def finish(self) -> None:
+        self._ended.wait()
+
     @property
     def is_ok(self) -> bool:
         return self._ended.is_set()  # a memmove has no way to fail

@@ -28,6 +28,7 @@ class CudaHooks:
 
     descriptors_max = 1
     has_batch = False
+    events_tell_failures = True  # an error stays with the context and every call returns it
 
     def __init__(self) -> None:
         self._library = _load()

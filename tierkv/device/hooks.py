@@ -25,10 +25,12 @@ class DeviceHooks(Protocol):
     Attributes:
         descriptors_max: most copies in one batch.
         has_batch: whether `copy_batch` exists at all.
+        events_tell_failures: whether asking an event raises if a copy before it has failed.
     """
 
     descriptors_max: int
     has_batch: bool
+    events_tell_failures: bool
 
     def register(self, address: int, size: int) -> None:
         """Make host memory known to the driver, so that copies of it run by themselves.

@@ -45,6 +45,7 @@ class NpuHooks:
     """
 
     descriptors_max = DESCRIPTORS_MAX
+    events_tell_failures = False
 
     def __init__(self, device: int) -> None:
         self._device = device

@@ -5,7 +5,7 @@ copied by a rung that needs no registration. A transfer that began before regist
 has corrupted memory in the field.
 Rule 2: what was registered stays as long as the mapping; a daemon that adopts the pool changes
 nothing here.
-Rule 3: the device is idle before anything is unregistered.
+Rule 3: no copy of a piece is running, and none can be queued, when it is unregistered.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,11 +48,23 @@ class Registration:
     """Which host memory the driver knows.
 
     Written by the thread that registers, read by those that copy: the list of pieces is replaced,
-    never changed.
+    never changed, and under `lock`, which whoever queues a copy holds from asking `covers` until
+    the copy is queued.
+
+    Args:
+        settle: waits until no copy that was queued before is running; called before anything is
+            unregistered, without the lock.
     """
 
-    def __init__(self, hooks: DeviceHooks, piece_bytes: int = PIECE_BYTES_MAX) -> None:
+    def __init__(
+        self,
+        hooks: DeviceHooks,
+        settle: Callable[[], None],
+        piece_bytes: int = PIECE_BYTES_MAX,
+    ) -> None:
+        self.lock = threading.Lock()
         self._hooks = hooks
+        self._settle = settle
         self._piece_bytes = piece_bytes
         self._pieces: tuple[tuple[int, int], ...] = ()  # (first, end), sorted, joined never
         self._asked = 0
@@ -65,8 +78,9 @@ class Registration:
     def register(self, address: int, size: int, stop: threading.Event) -> None:
         """Register a mapping, in pieces; blocks, so run it in the background.
 
-        A piece that the driver refuses is tried in halves down to `PIECE_BYTES_MIN`; then the rest
-        is left to slower copies.
+        A piece that the driver refuses is tried in halves down to `PIECE_BYTES_MIN`; if that does
+        not help, the mapping is left unregistered as a whole, so that all its copies are alike and
+        the lockable memory is left to others.
 
         Args:
             address: of the mapping, aligned to `ALIGNMENT`.
@@ -84,14 +98,16 @@ class Registration:
                 if length <= PIECE_BYTES_MIN:
                     self._problem = str(error)
                     logger.warning(
-                        "host memory is registered up to %s of %s (%s); copies of the rest are "
-                        "slower: see memlock, the driver's and the kernel's version",
+                        "host memory could be registered up to %s of %s only (%s), so none of it "
+                        "is; copies are slower: see memlock, the driver's and the kernel's version",
                         approximate_size(at - address), approximate_size(size), error,
                     )  # fmt: skip
+                    self._take_back(address, size)
                     return
-                piece = max(PIECE_BYTES_MIN, length // 2 // ALIGNMENT * ALIGNMENT)
+                piece = max(PIECE_BYTES_MIN, length // 2 // PIECE_BYTES_MIN * PIECE_BYTES_MIN)
                 continue
-            self._pieces = tuple(sorted([*self._pieces, (at, at + length)]))
+            with self.lock:
+                self._pieces = tuple(sorted([*self._pieces, (at, at + length)]))
             at += length
         logger.info(
             "host memory registered: bytes=%s pieces=%d seconds=%.1f",
@@ -99,9 +115,15 @@ class Registration:
         )  # fmt: skip
 
     def unregister(self, address: int, size: int) -> None:
-        """Take registrations of a mapping back; the device is idle."""
+        """Take the registration of a mapping back. Blocks until no copy of it is running."""
+        self._asked -= size
+        self._take_back(address, size)
+
+    def _take_back(self, address: int, size: int) -> None:
         inside = [p for p in self._pieces if address <= p[0] < address + size]
-        self._pieces = tuple(p for p in self._pieces if p not in inside)
+        with self.lock:  # from here on nobody queues a copy of it
+            self._pieces = tuple(p for p in self._pieces if p not in inside)
+        self._settle()
         for first, _ in inside:
             try:
                 self._hooks.unregister(first)

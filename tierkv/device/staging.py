@@ -13,10 +13,12 @@ import threading
 from collections import Counter, deque
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from tierkv.device.base import Descriptors, Direction
 from tierkv.device.hooks import DeviceCallError, DeviceHooks
+from tierkv.device.verdict import StreamJudge
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +31,12 @@ class StagingRing:
 
     Attributes:
         piece_bytes: the largest copy that goes through in one go.
+        size: bytes that it takes, as the allocators of pinned memory round them up.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
+        self.size = 1 << (memory.numel() - 1).bit_length()
         self.piece_bytes = memory.numel() // PIECES
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for number in range(PIECES):
@@ -77,6 +81,9 @@ class StagedEvent:
         if self._on_device is not None:
             torch.accelerator.current_stream().wait_event(self._on_device)
 
+    def finish(self) -> None:
+        self._ended.wait()
+
     @property
     def is_ok(self) -> bool:
         return self._ended.is_set() and self._is_ok
@@ -96,23 +103,28 @@ class StagedEvent:
 @dataclass(frozen=True, slots=True)
 class _Job:
     copies: Descriptors
-    computed: torch.Event  # what was on the compute stream at submission
+    computed: torch.Event | None  # what was on the compute stream at submission
     event: StagedEvent
 
 
 class SlowLane:
-    """One direction: a queue and the thread that works it off."""
+    """One direction: a queue and the thread that works it off.
+
+    Args:
+        judge: of the stream that the lane's copies run on.
+    """
 
     def __init__(
         self,
         direction: Direction,
-        stream: torch.Stream,
+        judge: StreamJudge,
         hooks: DeviceHooks,
         ring: StagingRing | None,
         rungs: Counter[str],
     ) -> None:
         self._direction = direction
-        self._stream = stream
+        self._judge = judge
+        self._stream = judge.stream
         self._hooks = hooks
         self._ring = ring
         self._rungs = rungs
@@ -126,7 +138,7 @@ class SlowLane:
         """Whether a copy that is queued on the stream now comes behind all of the lane's."""
         return self._unfinished == 0
 
-    def put(self, copies: Descriptors, computed: torch.Event) -> StagedEvent:
+    def put(self, copies: Descriptors, computed: torch.Event | None) -> StagedEvent:
         """Queue copies."""
         event = StagedEvent()
         with self._lock:
@@ -138,6 +150,12 @@ class SlowLane:
         self._jobs.put(_Job(copies, computed, event))
         return event
 
+    def drain(self) -> None:
+        """Wait until all that was put before has ended. Blocks."""
+        nothing = np.zeros(0, np.int64)
+        if self._thread is not None and self._thread.is_alive():
+            self.put(Descriptors(nothing, nothing, nothing), None).finish()
+
     def close(self) -> None:
         """Finish what is queued and end. Blocks."""
         if self._thread is not None:
@@ -147,27 +165,36 @@ class SlowLane:
     def _work(self) -> None:
         torch.accelerator.set_device_index(self._stream.device.index or 0)
         while (job := self._jobs.get()) is not None:
-            is_ok = False
-            try:
-                if self._ring is not None:
-                    self._copy_staged(job, self._ring)
-                else:
-                    self._copy_blocking(job)
-                is_ok = True
-            except (DeviceCallError, RuntimeError) as error:
-                logger.warning("a copy failed: %s", error)
+            is_ok = len(job.copies) == 0 or self._copy(job)
             with self._lock:
                 self._unfinished -= 1
             job.event.set_done(is_ok)
 
+    def _copy(self, job: _Job) -> bool:
+        """Whether all bytes are in place; nothing of it runs any more."""
+        mark = self._judge.open()
+        try:
+            if self._ring is not None:
+                self._copy_staged(job, self._ring)
+            else:
+                self._copy_blocking(job)
+        except (DeviceCallError, RuntimeError) as error:
+            logger.warning("a copy failed: %s", error)
+            mark.fail()
+        self._judge.seal(mark)
+        mark.wait()
+        return mark.is_ok
+
     def _copy_blocking(self, job: _Job) -> None:
-        job.computed.synchronize()  # blocking calls are ordered with no stream
+        if job.computed is not None:
+            job.computed.synchronize()  # blocking calls are ordered with no stream
         for device, host, size in _rows(job.copies):
             self._hooks.copy_blocking(self._direction, device, host, size)
         self._rungs["blocking"] += 1
 
     def _copy_staged(self, job: _Job, ring: StagingRing) -> None:
-        self._stream.wait_event(job.computed)
+        if job.computed is not None:
+            self._stream.wait_event(job.computed)
         if self._direction is Direction.LOAD:
             self._load_staged(job, ring)
         else:

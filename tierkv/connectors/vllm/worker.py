@@ -279,3 +279,6 @@ class _FailedCopy:
 
     def wait(self) -> None:
         return
+
+    def finish(self) -> None:
+        return
