@@ -10,7 +10,8 @@ NPU_MADE_OF := requirements.lock requirements-npu.lock scripts/setup_npu.sh \
 NPU_ENV := .envs/npu-$(shell cat $(NPU_MADE_OF) | sha256sum | cut -c1-12)
 NPU_READY := $(NPU_ENV)/.ready
 
-.PHONY: help setup demo test check mutants bench coverage soak newcomer setup-npu test-npu clean
+.PHONY: help setup demo test check mutants bench bench-cuda test-cuda coverage soak newcomer \
+	setup-npu test-npu clean
 
 help:
 	@echo "make setup    environment with all that demo and tests need, in $(ENV)"
@@ -19,6 +20,8 @@ help:
 	@echo "make check    ruff, formatting, mypy --strict"
 	@echo "make mutants  planted bugs only"
 	@echo "make bench    tierkv bench rpc, copy and fs"
+	@echo "make bench-cuda tierkv bench device, on a GPU with CUDA_PYTHON=python3; without one on CPU tensors"
+	@echo "make test-cuda tests of copies on a GPU, likewise; without one they are skipped"
 	@echo "make coverage lines and branches that the tests without vLLM reach"
 	@echo "make soak     the state machine with many more examples, traces at more sizes"
 	@echo "make newcomer the tutorial in a fresh clone; URL=... clones from there"
@@ -35,11 +38,11 @@ $(READY): requirements.lock pyproject.toml scripts/setup.sh
 demo: setup
 	$(BIN)/python -m tierkv.bench.demo --output build/demo.json
 
-test: setup mutants
+test: setup-npu mutants
 	$(BIN)/python -m pytest
 
-mutants: setup
-	$(BIN)/python scripts/mutants.py
+mutants: setup-npu
+	$(BIN)/python scripts/mutants.py --npu "$(NPU_ENV)"
 
 check: setup
 	$(BIN)/ruff check .
@@ -50,6 +53,19 @@ bench: setup
 	$(BIN)/tierkv bench rpc
 	$(BIN)/tierkv bench copy
 	$(BIN)/tierkv bench fs --path build
+
+# The lock file's torch knows no GPU. Where one is, name a Python whose torch sees it, and which has
+# what pyproject.toml lists: make bench-cuda CUDA_PYTHON=python3
+CUDA_PYTHON ?= $(BIN)/python
+CUDA_SETUP := $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),setup)
+
+bench-cuda: $(CUDA_SETUP)
+	$(CUDA_PYTHON) -m tierkv.cli.main bench device --output build/bench-device.json
+
+test-cuda: $(CUDA_SETUP)
+	@$(CUDA_PYTHON) -c "import torch; torch.cuda.is_available() or print( \
+		'torch', torch.__version__, 'sees no CUDA device here: tests that need one are skipped')"
+	$(CUDA_PYTHON) -m pytest -rs tests/test_transfers.py $(wildcard tests/cuda)
 
 coverage: setup
 	$(BIN)/python -m coverage run -m pytest -m "not vllm"

@@ -20,7 +20,11 @@ link=$(site_of "$folder")/main-environment.pth
 # pip must not see the main environment's packages, or it would change them.
 rm -f "$link"
 "$main/bin/python" -m pip --disable-pip-version-check --python "$folder/bin/python" \
-  install --quiet --no-deps --requirement requirements-npu.lock
+  install --quiet --no-deps --requirement requirements-npu.lock || {
+  echo "error: torch-npu is not installed; see above. Planted bugs and tests of the Ascend device" \
+    "need it" >&2
+  exit 1
+}
 # addsitedir, not the bare path: the main environment has .pth files of its own.
 printf 'import site; site.addsitedir("%s")\n' "$(site_of "$main")" >"$link"
 

@@ -201,6 +201,9 @@ class SteppedEvent:
             ended = self._changed.wait_for(lambda: self._is_done, WAIT_MAX_S)
         assert ended, "a gate stayed closed"
 
+    def finish(self) -> None:
+        self.wait()
+
     @property
     def is_ok(self) -> bool:
         return self._is_ok

@@ -37,6 +37,7 @@ def test_bench_fs_verifies_what_it_measured_and_leaves_nothing(tmp_path, capsys)
     assert all(tree[name] > 0 for name in FIGURES)
     assert set(tree["targets"]) == set(tree["met"]) == set(tree["aa_spread"]) == FIGURES
     assert (tree["blocks"], tree["slot_bytes"]) == (17, 64 << 10)
+    assert tree["placement"]["asked"] == "local"
     assert list(tmp_path.iterdir()) == []
     assert ended.value.code == 1, "two pairs prove nothing"
     assert err.count("void: too few pairs; once more") == 1
@@ -46,7 +47,7 @@ def test_bench_fs_prints_a_table_with_targets(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["bench", "fs", "--path", str(tmp_path), "--pairs", "1", *SMALL])
     out = capsys.readouterr().out
-    for word in (*FIGURES, ">= 0.8", "verified", "void: too few pairs"):
+    for word in (*FIGURES, ">= 0.8", "verified", "void: too few pairs", "placement: "):
         assert word in out
 
 

@@ -296,7 +296,8 @@ def test_a_bare_call_prints_the_help(call):
 @pytest.mark.parametrize(
     "command",
     ["serve", "stats", "check", "purge", "config", "config check", "config show", "config schema",
-     "vllm-config", "bench", "bench rpc", "bench copy"],
+     "vllm-config", "doctor", "bench", "bench rpc", "bench copy", "bench device", "bench fs",
+     "bench replay"],
 )  # fmt: skip
 def test_every_command_has_help(call, command):
     result = call(*command.split(), "--help")
@@ -513,6 +514,10 @@ def test_stats_as_json_is_what_the_daemon_counts(stocked, call):
     assert tree["counters"]["bytes_stored"] == 11 * SLOT_BYTES
     assert tree["tokens_recent"]["ratio"] == {"device": 0.1, "dram": 0.3, "computed": 0.6}
     assert [space["blocks"] for space in tree["namespaces"]] == [8, 3]
+    assert tree["placement"]["asked"] == "interleave"
+    assert set(tree["placement"]) == {
+        "asked", "in_force", "nodes", "pages_by_node", "pages_absent", "problem",
+    }  # fmt: skip
 
 
 def test_stats_as_a_table_names_every_number(stocked, call):
@@ -534,6 +539,25 @@ def test_stats_as_a_table_names_every_number(stocked, call):
     assert rows["requests"].split()[1:] == ["1", "1"]
     assert "model 0" in rows[SPACE.hex()[:12]]
     assert "model 1" in rows[OTHER_SPACE.hex()[:12]]
+
+
+SPREAD = {
+    "asked": "interleave", "in_force": "interleave", "nodes": [0, 1],
+    "pages_by_node": {"0": 130, "1": 126}, "pages_absent": 0, "problem": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [
+        (SPREAD, "interleave over nodes 0, 1; of 256 sampled pages 130 on node 0, 126 on node 1"),
+        ({**SPREAD, "in_force": None, "nodes": [], "pages_by_node": {}, "problem": "refused"},
+         "unknown; asked interleave: refused"),
+    ],
+)  # fmt: skip
+def test_stats_tell_where_the_pool_lies(daemon, placement, expected):
+    tree = {**numbers(daemon), "placement": placement}
+    assert rows_of(text_of(stats.render(tree)))["placement"] == [expected]
 
 
 def test_stats_can_be_watched_until_interrupted(daemon):

@@ -70,6 +70,7 @@ DEFAULTS = {
     "node.dram.directory": Path("/dev/shm"),
     "node.dram.extent_unit": 64 * MIB,
     "node.dram.hugepages": "auto",
+    "node.dram.numa": "interleave",
     "node.dram.pinned_share_max": 0.5,
     "node.eviction": "slru",
     "node.write_policy": "write_back",
@@ -95,7 +96,6 @@ DEFAULTS = {
 }
 # Fixed by the design, not built yet: a key that appears must have this default.
 LATER = {
-    "node.dram.numa": "interleave",
     "node.dram.verify": "off",
     "node.service.group": None,
     "engine.device_staging_max": 0,
@@ -309,6 +309,19 @@ def test_credentials_are_refused_and_never_repeated(tier):
     message = message_for(tree)
     assert "credentials belong into the environment" in message
     assert "SEKRET" not in message
+
+
+@pytest.mark.parametrize("mode", ["interleave", "local", "bind"])
+def test_a_placement_may_be_chosen(mode):
+    assert parse_config({"node": {"dram": {"numa": mode}}}).node.dram.numa == mode
+
+
+def test_a_placement_that_does_not_exist_is_refused_with_those_that_do():
+    with pytest.raises(ConfigError) as refused:
+        parse_config({"node": {"dram": {"numa": "spread"}}})
+    assert "node.dram.numa" in str(refused.value)
+    for word in ("interleave", "local", "bind", "spread"):
+        assert word in str(refused.value)
 
 
 def test_an_order_of_eviction_that_nobody_has_is_refused():

@@ -520,7 +520,8 @@ def test_every_message_is_documented_with_its_fields_in_order(message):
     assert listed is not None, "no list of fields"
     assert tuple(re.findall(r"`(\w+)`", listed[1])) == message.__struct_fields__
     one_way = {
-        "Detach", "Commit", "Release", "Trim", "Touch", "Abandon", "Outcome", "Quiesced", "Bye",
+        "Detach", "Commit", "Release", "Trim", "Touch", "Abandon", "Outcome", "Devices", "Quiesced",
+        "Bye",
     }  # fmt: skip
     assert ("One-way." in " ".join(section.split())) == (message.__name__ in one_way)
 
@@ -535,8 +536,8 @@ def test_the_limits_of_the_protocol_are_right():
     assert f"{wire.MESSAGE_BYTES_MAX >> 20} MiB" in text
     for number in (wire.KEYS_MAX, wire.LEASES_MAX, wire.KEY_BYTES_MAX):
         assert f"{number:,}" in text
-    assert (wire.VERSION_MIN, wire.VERSION_MAX) == (2, 2)
-    assert "**Version.** 2." in text
+    assert (wire.VERSION_MIN, wire.VERSION_MAX) == (2, 3)
+    assert "**Version.** 3;" in text
 
 
 FIGURES = [
@@ -578,9 +579,14 @@ def test_figures_in_a_page_are_those_of_the_code(page, words):
 
 
 def statistics_tree() -> dict:
-    """What a daemon with one namespace and one tier tells."""
+    """What a daemon with one namespace, one tier and one engine tells."""
     facts = ServerFacts("/pool", 1 << 20, 1, node_text(NodeConfig()), False, 5.0)
-    return collect(Server(TierWorld(4, TierLimits("fs")).directory, facts), 0.0)
+    server = Server(TierWorld(4, TierLimits("fs")).directory, facts)
+    device = wire.Device(0, "npu:0", "batch", 1, 1, 0, 0, "")
+    hello = wire.Hello(1, wire.VERSION_MIN, wire.VERSION_MAX, "engine", False, [], "")
+    messages = (hello, wire.Devices(2, [device]))
+    server.turn(0.0, [(b"peer", wire.encode(message)) for message in messages])
+    return collect(server, 0.0)
 
 
 def names_in(tree: object) -> Iterator[str]:

@@ -322,6 +322,26 @@ def test_a_daemon_that_dies_is_a_miss_and_then_a_new_one(tmp_path):
         node.close()
 
 
+def test_a_cancelled_close_closes_all_the_same(node):
+    engine = SteppedEngine()
+
+    async def run() -> None:
+        async with seats(node, "closing", copy_engine=engine) as [seat]:
+            engine.is_stepped = True
+            keys = seat.keys("ab")
+            seat.cache.start_store(keys, seat.fill(keys))
+            await until(lambda: seat.cache.poll() or engine.waiting[Direction.STORE], "the store")
+            task = asyncio.create_task(seat.cache.close())
+            await asyncio.sleep(0)
+            engine.go_on()
+            await cancel(task)
+            with pytest.raises(UsageError):
+                seat.cache.start_lookup(keys)
+
+    asyncio.run(run())
+    wait_for(lambda: node.held() == (0, 0), what="the end of all pins")
+
+
 def test_a_closed_async_cache_refuses(node):
     async def run() -> None:
         async with seats(node, "closed") as [user]:

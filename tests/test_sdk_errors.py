@@ -342,6 +342,7 @@ def test_what_is_harmless_is_allowed_after_the_end(seat):
     seat.cache.close()
     seat.cache.close()
     hit.release()
+    assert not seat.cache.is_ready
     assert copy.is_done
     assert copy.result() == 2
 

@@ -243,6 +243,24 @@ def test_a_lease_is_not_taken_back_under_a_copy(tmp_path):
         hit.release()
 
 
+def test_closing_gives_up_what_was_not_released(tmp_path):
+    """At once, not when the death of the engine is certain, which takes an hour here."""
+    node = SdkNode(tmp_path, is_started=False)
+    service = node.config.service.model_copy(update={"quarantine_min": 3_600.0})
+    node.config = node.config.model_copy(update={"service": service})
+    node.start_daemon()
+    try:
+        seat = node.seat("m")
+        assert seat.share("abc") == 3
+        hit = seat.cache.lookup(seat.keys("abc"))
+        assert hit.blocks == 3
+        assert node.held() == (1, 3)
+        seat.cache.close()
+        wait_for(lambda: node.held() == (0, 0), what="the end of the pins")
+    finally:
+        node.close()
+
+
 def test_a_cache_can_be_closed_while_lookups_wait(tmp_path):
     """They end with what is there; the blocks that they wait for are never stored."""
     node = SdkNode(tmp_path, slots=SLOTS_FEW)

@@ -20,6 +20,7 @@ from tierkv.core.values import Limits
 from tierkv.pool import Held
 from tierkv.service import wire
 from tierkv.service.server import SESSIONS_MAX, Server, ServerFacts
+from tierkv.service.stats import collect
 
 QUARANTINE_S = 5.0
 GENERATION = 7
@@ -200,7 +201,7 @@ def test_a_private_layout_is_refused_to_other_engines(desk):
     assert "private" in other.attach(b"P" * 32).message
 
 
-@pytest.mark.parametrize("versions", [(0, 1), (3, 9)])
+@pytest.mark.parametrize("versions", [(0, 1), (4, 9)])
 def test_another_protocol_version_is_refused_with_both_ranges_named(desk, versions):
     answer = Peer(desk, "e").hello(versions=versions)
     assert answer.code == "version"
@@ -1201,3 +1202,31 @@ def test_a_hit_is_the_right_bytes_whatever_is_lost_late_doubled_or_dead():
     print(dict(seen))
     dull = [name for name in SIM_MUST_SEE if seen[name] == 0]
     assert not dull, "the simulation proves nothing about these"
+
+
+# ---- devices -----------------------------------------------------------------------------------
+
+
+def device(rank: int, rung: str = "batch") -> wire.Device:
+    return wire.Device(rank, f"npu:{rank}", rung, 64, 128, 0, 0, "")
+
+
+def test_devices_are_shown_while_their_engine_is_connected(desk):
+    engine = desk.peer("e")
+    assert engine.say(wire.Devices, [device(0), device(1, "staged")]) is None
+    told = collect(desk.server, 0.0)["devices"]
+    assert [(d["engine"], d["rank"], d["rung"]) for d in told] == [
+        ("e", 0, "batch"),
+        ("e", 1, "staged"),
+    ]
+    engine.say(wire.Devices, [device(0, "single")])
+    assert [d["rung"] for d in collect(desk.server, 0.0)["devices"]] == ["single"]
+    engine.say(wire.Bye)
+    assert collect(desk.server, 0.0)["devices"] == []
+
+
+def test_too_many_devices_end_the_session(desk):
+    engine = desk.peer("e")
+    answer = engine.say(wire.Devices, [device(n) for n in range(wire.RANKS_MAX + 1)])
+    assert answer.code == "protocol"
+    assert collect(desk.server, 0.0)["devices"] == []

@@ -38,6 +38,8 @@ FLOORS = {
     "tierkv.service": 1,  # __init__: a docstring
     "tierkv.service.wire": 1,
     "tierkv.service.breaker": 1,
+    "tierkv.numa": 1,
+    "tierkv.host_facts": 1,
     "tierkv.pool": 1,
     "tierkv.mapper": 1,
     "tierkv.config": 1,
@@ -52,6 +54,7 @@ FLOORS = {
     "tierkv.service.answers": 1,
     "tierkv.service.client": 2,
     "tierkv.device": 2,
+    "tierkv.device.facts": 1,
     "tierkv.testing": 2,
     "tierkv.service.server": 3,
     "tierkv.service.stats": 3,
@@ -75,7 +78,8 @@ ONLY_IN = {
     "yaml": ("tierkv.config", "tierkv.cli", "tierkv.bench"),
     # The demonstration starts real engines, in processes of its own.
     "vllm": ("tierkv.connectors.vllm", "tierkv.bench.demo"),
-    # The reference of `bench copy` moves its pages in a thread, as the copy engine does.
+    # The reference of `bench copy` moves its pages in a thread, as the copy engine does;
+    # `bench device` passes an event to those who prefault and register a pool.
     "threading": (
         "tierkv.sdk",  # one lock
         "tierkv.pool",
@@ -85,6 +89,7 @@ ONLY_IN = {
         "tierkv.tiers",  # locks only; a test below says so
         "tierkv.testing",  # the contract suite calls tiers from many threads
         "tierkv.bench.copy",
+        "tierkv.bench.device_stage",
     ),
     "_thread": (),
     "concurrent.futures": (

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.layouts import BLOCKS, ROWS, padded_blocks
 from tests.processes import wait_for
 from tierkv.connectors.vllm.kv_layout import describe_layers
 from tierkv.device.base import Descriptors, Direction
 from tierkv.device.layout import KvLayout, Pages
 from tierkv.types import FRAME_BYTES, slot_bytes_of
 
-BLOCKS = 8
 SLOTS = 12
 SEED = 20261130
 
@@ -34,48 +34,59 @@ class HostPool:
         self.size = size
 
 
-def separate(device, dtype=torch.bfloat16):
-    """K and V apart, V with heads of another size."""
-    return {
-        "l0.k": torch.empty(BLOCKS, 16, 2, 64, dtype=dtype, device=device),
-        "l0.v": torch.empty(BLOCKS, 16, 2, 32, dtype=dtype, device=device),
-    }
-
-
-def latent(device):
-    """MLA: the compressed part and the rotary part."""
-    return {
-        "l0.nope": torch.empty(BLOCKS, 16, 1, 512, dtype=torch.bfloat16, device=device),
-        "l0.rope": torch.empty(BLOCKS, 16, 1, 64, dtype=torch.bfloat16, device=device),
-    }
-
-
 def key_only(device):
     """A layer that keeps K alone."""
     return {"l0": torch.empty(BLOCKS, 16, 1, 128, dtype=torch.int8, device=device)}
 
 
-def with_scales(device):
-    """Quantised values and their scales, views of one storage, page after page."""
-    page = 16 * 2 * 64 + 16 * 2 * 4
-    raw = torch.empty(BLOCKS, page, dtype=torch.int8, device=device)
-    return {"l0.k": raw[:, : 16 * 2 * 64], "l0.scale": raw[:, 16 * 2 * 64 :]}
+each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.__name__)
 
 
-def interleaved(device):
-    """Two layers whose pages alternate in one storage."""
-    raw = torch.empty(BLOCKS, 2, 1024, dtype=torch.int8, device=device)
-    return {"l0": raw[:, 0], "l1": raw[:, 1]}
+class Scene:
+    """A row of the layout table with its description and a pool."""
 
+    def __init__(self, device, row) -> None:
+        self.layout = row(device)
+        described = describe_layers(self.layout.tensors, self.layout.blocks, self.layout.pages)
+        self.described = KvLayout(described, 1)
+        self.slot = slot_bytes_of(self.described.geometry.bytes)
+        self.pool = HostPool(self.slot * SLOTS)
 
-def padded(device):
-    """Blocks with unused bytes behind each, and the first one not at the storage's start."""
-    raw = torch.empty(BLOCKS * 1536 + 512, dtype=torch.int8, device=device)
-    return {"l0": raw[512:].view(BLOCKS, 1536)[:, :1000]}
+    def fill(self, seed: int) -> list[np.ndarray]:
+        """Give all memory random bytes, also those that no view covers; what they are."""
+        print(f"seed={seed}")
+        dice = np.random.default_rng(seed)
+        found = [dice.integers(0, 256, len(raw), np.uint8) for raw in self.layout.memory.all]
+        for raw, values in zip(self.layout.memory.all, found, strict=True):
+            raw.copy_(torch.from_numpy(values))
+        return found
 
+    def content(self) -> list[np.ndarray]:
+        return [raw.cpu().numpy() for raw in self.layout.memory.all]
 
-LAYOUTS = [separate, latent, key_only, with_scales, interleaved, padded]
-each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
+    def pages(self, blocks, slots) -> Descriptors:
+        places = Pages(tuple(blocks), tuple(s * self.slot for s in slots), (0,) * len(blocks))
+        return self.described.descriptors(self.described.names, places, self.pool.address, 0)
+
+    def block_of(self, content: list[np.ndarray], block: int) -> np.ndarray:
+        """The bytes of a block, part by part."""
+        places = self.layout.places(block)
+        return np.concatenate([content[number][at] for number, at in places])
+
+    def after_load(self, stored, before, pairs) -> list[np.ndarray]:
+        """What must lie in memory once (source, target) blocks were stored and loaded."""
+        expected = [content.copy() for content in before]
+        for source, target in pairs:
+            both = zip(self.layout.places(source), self.layout.places(target), strict=True)
+            for (number, at), (_, to) in both:
+                expected[number][to] = stored[number][at]
+        return expected
+
+    @staticmethod
+    def differences(one: list[np.ndarray], other: list[np.ndarray]) -> list[tuple[int, int]]:
+        """Per memory that differs its number, and where its first differing byte lies."""
+        unequal = [np.flatnonzero(a != b) for a, b in zip(one, other, strict=True)]
+        return [(number, int(at[0])) for number, at in enumerate(unequal) if len(at)]
 
 
 class TransferSuite:
@@ -131,41 +142,54 @@ class TransferSuite:
 
     # ---- tests ----
 
-    @each_layout
-    def test_what_is_stored_comes_back_into_other_blocks(self, engine, layout):
-        tensors, described, pool, slot = self.world(layout)
-        self.adopt(engine, pool)
-        stored = self.fill(tensors, SEED)
+    @each_row
+    def test_what_is_stored_comes_back_into_other_blocks(self, engine, row):
+        """And nothing else changes: neither other blocks nor what no view covers."""
+        scene = Scene(self.device, row)
+        self.adopt(engine, scene.pool)
+        stored = scene.fill(SEED)
         source, slots, target = [1, 2, 3, 6], [4, 5, 9, 0], [7, 0, 5, 4]
-        self.end(engine.submit(
-            Direction.STORE, self.pages(described, pool, slot, source, slots)
-        ))  # fmt: skip
-        before = self.fill(tensors, SEED + 1)
-        load = engine.submit(Direction.LOAD, self.pages(described, pool, slot, target, slots))
+        self.end(engine.submit(Direction.STORE, scene.pages(source, slots)))
+        assert scene.differences(scene.content(), stored) == [], "a store reads only"
+        before = scene.fill(SEED + 1)
+        load = engine.submit(Direction.LOAD, scene.pages(target, slots))
         load.wait()
         self.end(load)
-        for name, tensor in tensors.items():
-            found = self.get(tensor)
-            for block in range(BLOCKS):
-                is_target = block in target
-                right = (
-                    stored[name][source[target.index(block)]] if is_target else before[name][block]
-                )
-                assert self.same(found[block], right), (name, block)
+        expected = scene.after_load(stored, before, zip(source, target, strict=True))
+        found = scene.content()
+        assert scene.differences(found, before), "something was loaded"
+        assert scene.differences(found, expected) == []
 
-    @each_layout
-    def test_the_bytes_in_the_pool_are_those_of_the_device(self, engine, layout):
-        tensors, described, pool, slot = self.world(layout)
-        self.adopt(engine, pool)
-        stored = self.fill(tensors, SEED)
-        self.end(engine.submit(Direction.STORE, self.pages(described, pool, slot, [3], [2])))
-        at = 2 * slot + FRAME_BYTES
-        for name in described.names:
-            page = stored[name][3].contiguous().view(torch.int8).numpy().tobytes()
-            assert pool.bytes[at : at + len(page)].tobytes() == page
-            at += len(page)
-        assert not pool.bytes[: 2 * slot + FRAME_BYTES].any(), "nothing else was written"
-        assert not pool.bytes[at:].any(), "nothing else was written"
+    @each_row
+    def test_the_bytes_in_the_pool_are_those_of_the_device(self, engine, row):
+        scene = Scene(self.device, row)
+        self.adopt(engine, scene.pool)
+        stored = scene.fill(SEED)
+        self.end(engine.submit(Direction.STORE, scene.pages([3], [2])))
+        expected = scene.block_of(stored, 3)
+        at = 2 * scene.slot + FRAME_BYTES
+        end = at + len(expected)
+        assert np.array_equal(scene.pool.bytes[at:end], expected)
+        assert not np.array_equal(expected, scene.block_of(stored, 2)), "the control"
+        assert not scene.pool.bytes[:at].any(), "nothing else was written"
+        assert not scene.pool.bytes[end:].any(), "nothing else was written"
+
+    def test_a_byte_between_the_blocks_that_a_load_writes_shows(self, engine):
+        """The negative control of what must not change: every copy is a byte too long."""
+        scene = Scene(self.device, padded_blocks)
+        self.adopt(engine, scene.pool)
+        stored = scene.fill(SEED)
+        self.end(engine.submit(Direction.STORE, scene.pages([3], [2])))
+        (number, at), *_ = scene.layout.places(0)
+        behind = int(at[-1]) + 1
+        end = 2 * scene.slot + FRAME_BYTES + len(at)
+        scene.pool.bytes[end] = stored[number][behind] ^ 0xFF
+        pages = scene.pages([0], [2])
+        load = engine.submit(Direction.LOAD, Descriptors(pages.device, pages.host, pages.sizes + 1))
+        load.wait()
+        self.end(load)
+        expected = scene.after_load(stored, stored, [(3, 0)])
+        assert scene.differences(scene.content(), expected) == [(number, behind)]
 
     def test_a_damaged_byte_in_the_pool_shows(self, engine):
         """The negative control of all above."""
@@ -213,7 +237,7 @@ class TransferSuite:
         self.end(event)
 
     def test_closing_ends_what_is_queued(self, engine):
-        tensors, described, pool, slot = self.world(separate)
+        tensors, described, pool, slot = self.world(key_only)
         self.adopt(engine, pool)
         self.fill(tensors, SEED)
         events = [

@@ -24,13 +24,14 @@ import stat
 import struct
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from tierkv.errors import PoolError
+from tierkv.numa import Placement, describe, nodes_for, place, read_nodes
 from tierkv.types import EngineId
 from tierkv.units import approximate_size
 
@@ -58,12 +59,14 @@ class Pool:
     Attributes:
         bytes: the slots' bytes without the header, shape (capacity,), uint8, shared.
         was_adopted: the file was there before this daemon.
+        placement: on which NUMA nodes its pages lie; told to its owner only.
     """
 
     def __init__(self, path: Path, file: int, capacity: int, was_adopted: bool) -> None:
         self.path = path
         self.capacity = capacity
         self.was_adopted = was_adopted
+        self.placement = Placement("local")
         self._file = file
         self._map = mmap.mmap(file, HEADER_BYTES + capacity)
         whole: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
@@ -140,11 +143,15 @@ def _open_regular(path: Path, flags: int, mode: int) -> int:
     return file
 
 
-def create_pool(path: Path, capacity: int, extent_unit: int, mode: int = 0o600) -> Pool:
+def create_pool(
+    path: Path, capacity: int, extent_unit: int, mode: int = 0o600, numa: str = "local"
+) -> Pool:
     """Create the pool file, or adopt the one that a daemon before us left.
 
     All memory is allocated here, so that a full file system is an error now and not a SIGBUS later.
 
+    Args:
+        numa: where a new file's pages lie, as in `tierkv.numa.place`; an adopted one keeps its own.
     Raises:
         PoolError: another daemon owns it, the directory is not writable, or memory is short.
     """
@@ -166,15 +173,19 @@ def create_pool(path: Path, capacity: int, extent_unit: int, mode: int = 0o600) 
         found = _HEADER.unpack(os.pread(file, _HEADER.size, 0))
         if found[:3] == (_MAGIC, VERSION, HEADER_BYTES) and found[4] == capacity:
             _write_header(file, found[3] + 1, capacity, extent_unit)
-            return Pool(path, file, capacity, was_adopted=True)
+            return _describe(Pool(path, file, capacity, was_adopted=True), numa)
     if size:
         # Processes may still map the old file, so it must not change under them.
         path.unlink()
         os.close(file)
-        return create_pool(path, capacity, extent_unit, mode)
+        return create_pool(path, capacity, extent_unit, mode, numa)
     try:
         os.fchmod(file, mode)
-        os.posix_fallocate(file, 0, HEADER_BYTES + capacity)
+        problem = _allocate(file, HEADER_BYTES + capacity, numa)
+    except PoolError:
+        path.unlink(missing_ok=True)
+        os.close(file)
+        raise
     except OSError as error:
         path.unlink(missing_ok=True)
         os.close(file)
@@ -185,7 +196,39 @@ def create_pool(path: Path, capacity: int, extent_unit: int, mode: int = 0o600) 
             f"{path}: {approximate_size(capacity)} cannot be allocated: {error.strerror}; {remedy}"
         ) from error
     _write_header(file, 1 + secrets.randbelow(1 << 24), capacity, extent_unit)
-    return Pool(path, file, capacity, was_adopted=False)
+    return _describe(Pool(path, file, capacity, was_adopted=False), numa, problem)
+
+
+def _allocate(file: int, size: int, numa: str) -> str:
+    """Give a new file its size, its policy and then its pages, which follow the policy.
+
+    The policy is set through a mapping of its own: what another mapping sees is the file's.
+
+    Returns:
+        Why the policy could not be set, if so.
+    """
+    os.ftruncate(file, size)
+    with mmap.mmap(file, size) as mapping:
+        address = np.frombuffer(mapping, np.uint8).ctypes.data
+        problem = place(int(address), size, numa)
+    os.posix_fallocate(file, 0, size)
+    return problem
+
+
+def _describe(pool: Pool, numa: str, problem: str = "") -> Pool:
+    """Ask where the pages lie, and say why it is not where they were asked to lie."""
+    found = describe(pool.address, pool.capacity, numa, problem)
+    nodes = nodes_for(numa, read_nodes(), os.sched_getaffinity(0))
+    is_other = found.in_force not in (None, numa) or (
+        nodes and found.in_force and found.nodes != tuple(node.number for node in nodes)
+    )
+    if is_other and not found.problem:
+        problem = "an adopted pool keeps the policy that it was made with"
+        if not pool.was_adopted:
+            problem = f"the file system of {pool.path.parent} sets a policy of its own, or none"
+        found = replace(found, problem=problem)
+    pool.placement = found
+    return pool
 
 
 def _write_header(file: int, generation: int, capacity: int, unit: int) -> None:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from tests.npu.acl import Acl
 from tests.npu.memory import Mapping
 from tests.npu.standin import StandIn, Way
+from tests.processes import wait_for
 
 SIZE = 64 << 10
 
@@ -69,9 +73,62 @@ def refuse_a_queued_copy(standin: StandIn, device: torch.device) -> None:
     )
 
 
+def wait_in_threads(standin: StandIn, device: torch.device) -> None:
+    """Wait in other threads for a copy that is held; this one must go on meanwhile, or hangs."""
+    target, stream = torch.empty(SIZE, device=device, dtype=torch.uint8), torch.Stream(device)
+    end = torch.Event(device)
+    source = torch.ones(SIZE, dtype=torch.uint8).pin_memory()
+    before = standin.counts()
+    standin.close_gate(Way.TO_DEVICE)
+    with stream:
+        target.copy_(source, non_blocking=True)
+    end.record(stream)
+    calls = (stream.synchronize, end.synchronize, torch.accelerator.synchronize)
+    threads = [threading.Thread(target=_call_on, args=(device, call)) for call in calls]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: standin.counts().host_waits >= before.host_waits + 3, what="all to wait")
+    is_over = [not thread.is_alive() for thread in threads]
+    standin.open_gate(Way.TO_DEVICE)
+    for thread in threads:
+        thread.join()
+    changes = standin.counts().since(before)
+    show(is_over=is_over, main_thread_waits=changes.get("main_thread_waits", 0))
+
+
+def run_a_worker(standin: StandIn, device: torch.device) -> None:
+    """An engine of its own, on standard input: its node, a prompt to load and one to store."""
+    from tests.npu import engine as engines
+    from tierkv.config import NodeConfig
+
+    told = json.loads(sys.stdin.readline())
+    config = engines.vllm_config(NodeConfig.model_validate(told["node"]), Path(told["model"]), {})
+    engines.start_groups(config, Path(told["folder"]))
+    engine = engines.Engine(config, device)
+    engine.register()
+    engine.start()
+    cached = [engine.cached[engine.generate(prompt)] for prompt in told["prompts"]]
+    show(
+        cached=cached,
+        wrong=engine.wrong_reads(),
+        registrations=standin.counts().registrations,
+        registered=standin.counts().registered_bytes,
+        rungs=dict(engine.worker.copies.rungs),
+    )
+    engine.close()
+    show(registered=standin.counts().registered_bytes, violations=standin.counts().violations)
+
+
+def _call_on(device: torch.device, call: Callable[[], None]) -> None:
+    torch.npu.set_device(device)
+    call()
+
+
 ROLES = {
     "old-driver": (use_registered_memory, use_an_operator),
     "refused": (refuse_a_queued_copy,),
+    "threads": (wait_in_threads,),
+    "worker": (run_a_worker,),
 }
 
 

@@ -39,6 +39,18 @@ def pinned(value: int) -> torch.Tensor:
     return torch.full((SIZE,), value, dtype=torch.uint8).pin_memory()
 
 
+def in_thread(work) -> threading.Thread:
+    """A thread that does this on device 0."""
+
+    def with_device() -> None:
+        torch.npu.set_device(0)
+        work()
+
+    thread = threading.Thread(target=with_device, daemon=True)
+    thread.start()
+    return thread
+
+
 def event_on(stream: torch.Stream) -> torch.Event:
     event = torch.Event(device=stream.device)
     event.record(stream)
@@ -238,7 +250,58 @@ def test_every_wait_of_the_host_is_counted(device, stream, standin):
         "stream_synchronizations": 1,
         "event_synchronizations": 1,
         "device_synchronizations": 1,
+        "main_thread_waits": 3,
     }
+
+
+def test_a_blocking_copy_is_a_wait_of_the_host(device, standin):
+    target, source = filled(0, device), torch.ones(SIZE, dtype=torch.uint8)
+    before = standin.counts()
+    target.copy_(source, non_blocking=True)
+    torch.accelerator.synchronize()
+    assert standin.counts().host_waits > before.host_waits + 1
+
+
+def test_waits_of_other_threads_are_not_those_of_the_main_thread(device, stream, standin):
+    def wait() -> None:
+        stream.synchronize()
+        event_on(stream).synchronize()
+        torch.accelerator.synchronize()
+        filled(1, device)  # pageable memory: the call copies itself
+
+    before = standin.counts()
+    in_thread(wait).join()
+    changes = standin.counts().since(before)
+    assert changes["stream_synchronizations"] >= 1
+    assert changes["event_synchronizations"] == changes["device_synchronizations"] == 1
+    assert "main_thread_waits" not in changes
+    wait()
+    again = standin.counts().since(before)
+    assert again["main_thread_waits"] >= 3, "the control: the same calls, made here"
+
+
+def test_a_stream_that_is_waited_for_may_go_on_with_what_comes_later(device, stream, standin):
+    """Waiting for a stream is waiting for what it had been given by then, not for idleness."""
+    sources, target = [pinned(1), pinned(2)], filled(0, device)
+
+    def give(source: torch.Tensor) -> torch.Event:
+        with stream:
+            target.copy_(source, non_blocking=True)
+        return event_on(stream)
+
+    standin.close_gate(Way.TO_DEVICE)
+    give(sources[0])
+    waiting = in_thread(stream.synchronize)
+    wait_for(lambda: standin.counts().waiting_for_streams == 1, what="a thread that waits")
+    last = give(sources[1])
+    standin.let_pass(Way.TO_DEVICE)
+    wait_for(lambda: not waiting.is_alive(), what="the end of the wait")
+    wait_queued(standin, 1)
+    assert not last.query()
+    assert target.cpu().unique().tolist() == [1]
+    standin.open_gate(Way.TO_DEVICE)
+    last.synchronize()
+    assert target.cpu().unique().tolist() == [2]
 
 
 def test_what_orders_streams_makes_the_host_wait_for_nothing(device, stream, standin):

@@ -19,10 +19,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def children():
-    """Both at once: importing torch_npu is what takes the time."""
+    """All at once: importing torch_npu is what takes the time."""
     started = {
         "old-driver": start("old-driver", STANDIN_DRIVER_VERSION="25.2.0"),
         "refused": start("refused"),
+        "threads": start("threads"),
     }
     yield started
     for child in started.values():
@@ -70,6 +71,13 @@ def test_an_operator_that_is_not_simulated_ends_the_process_and_is_named(old_dri
     assert code == -signal.SIGABRT
     assert "is not simulated" in err
     assert len(seen) == 1
+
+
+def test_a_thread_that_waits_for_the_device_lets_the_others_run(children):
+    """The host's waits give the interpreter lock up; if not, the child hangs and is killed."""
+    code, seen, _ = end(children["threads"])
+    assert code == 0
+    assert seen == [{"is_over": [False] * 3, "main_thread_waits": 0}]
 
 
 def test_after_a_refused_copy_torch_npu_drops_what_it_is_given(children):

@@ -39,6 +39,9 @@ class GatedEvent:
         assert self._let_through.wait(WAIT_S), "a gate stayed closed"
         self._inner.wait()
 
+    def finish(self) -> None:
+        self.wait()
+
     @property
     def is_ok(self) -> bool:
         return not self.is_failed and self._inner.is_ok
@@ -122,8 +125,8 @@ class GatedEngine:
 class GatedConnector(TierKVConnector):
     """TierKV with a gate in front of its copy engine and a log of the layers."""
 
-    def make_copy_engine(self):
-        gate = GatedEngine(super().make_copy_engine())
+    def make_copy_engine(self, device):
+        gate = GatedEngine(super().make_copy_engine(device))
         CURRENT["gate"] = gate
         CURRENT["log"] = []
         return gate

@@ -19,10 +19,11 @@ import pytest
 import torch
 
 from tests.processes import Node, wait_for
+from tests.vllm.gates import GatedEngine
 from tierkv.config import EngineConfig, TierConfig
 from tierkv.connectors.vllm.adapters import AdapterDigests
 from tierkv.connectors.vllm.identity import geometry_by_rank, namespace_of
-from tierkv.connectors.vllm.kv_layout import describe_layers
+from tierkv.connectors.vllm.kv_layout import PageSize, describe, describe_layers
 from tierkv.connectors.vllm.meta import (
     NO_GENERATION,
     LoadPlan,
@@ -33,6 +34,7 @@ from tierkv.connectors.vllm.meta import (
 from tierkv.connectors.vllm.requests import Roles, Sizes
 from tierkv.connectors.vllm.scheduler import SchedulerHalf
 from tierkv.connectors.vllm.worker import WorkerHalf
+from tierkv.device.base import Direction
 from tierkv.device.cpu import create_cpu_engine
 from tierkv.device.layout import KvLayout, Pages
 from tierkv.errors import LayoutMismatchError
@@ -94,14 +96,16 @@ class Engine:
         engine_blocks: engine blocks of 16 tokens per TierKV block.
     """
 
-    def __init__(self, node: Node, name: str, engine_blocks: int = 1, **config) -> None:
+    def __init__(
+        self, node: Node, name: str, engine_blocks: int = 1, fences_early=False, **config
+    ) -> None:
         settings = {"swap_in_threshold": 0, "request_deadline": "5s", **config}
         self.client = Client(node.socket, name, deadline_s=5.0)
         sizes = Sizes(engine_block=16, block=16 * engine_blocks, ranks=RANKS)
         self.scheduler = SchedulerHalf(
             self.client, EngineConfig(**settings), sizes, Roles(True, True)
         )
-        self.tensors, self.workers = [], []
+        self.tensors, self.workers, self.gates = [], [], []
         for rank in range(RANKS):
             store = torch.zeros(LAYERS, BLOCKS, PAGE, dtype=torch.uint8)
             self.tensors.append(store)
@@ -109,9 +113,10 @@ class Engine:
                 name,
                 pool_path(node.config.dram.directory, node.socket),
                 node.run_directory,
-                copies=create_cpu_engine(),
+                make_copies=self.make_copies,
                 is_layerwise_store=False,
                 rank=rank,
+                fences_early=fences_early,
             )
             worker.register({f"l{at}": store[at].view(BLOCKS, 1, PAGE) for at in range(LAYERS)},
                             BLOCKS)  # fmt: skip
@@ -120,6 +125,10 @@ class Engine:
         part = LAYERS * PAGE * engine_blocks
         attachment = Attachment(SPACE, slot_bytes_of(RANKS * part), "test", False)
         assert self.scheduler.attach(attachment, (0, part), 20.0)
+
+    def make_copies(self, device):
+        self.gates.append(GatedEngine(create_cpu_engine()))
+        return self.gates[-1]
 
     def run(self, plan: StepPlan, ranks=range(RANKS)) -> list[WorkerReport]:
         """One step on some ranks, copies ended."""
@@ -142,7 +151,8 @@ class Engine:
         def look() -> bool:
             worker.take_loaded()
             report = worker.take_report()
-            found.extend([report] if report else [])
+            has_ended = report is not None and (report.stored or report.loaded)
+            found.extend([report] if has_ended else [])
             return bool(found)
 
         wait_for(look, what="a copy to end")
@@ -398,15 +408,77 @@ def test_interleaved_layers_do_not_overlap():
     assert layers[0].block_stride == 256
 
 
-def test_a_page_that_is_not_contiguous_is_refused():
+def test_a_page_with_its_dimensions_in_another_order_is_one_run():
     tensor = torch.zeros(4, 32, 16).transpose(1, 2)
-    with pytest.raises(LayoutMismatchError, match="not contiguous"):
+    (layer,) = describe_layers({"one": tensor}, 4)
+    assert (layer.page_bytes, layer.block_stride) == (2048, 2048)
+    (other,) = describe_layers({"one": torch.zeros(4, 16, 32)}, 4)
+    assert layer.form != other.form, "other strides are other bytes"
+
+
+def test_a_page_with_gaps_becomes_several_runs():
+    heads_outermost = torch.zeros(2, 4, 16, 8).transpose(0, 1)
+    layers = describe_layers({"one": heads_outermost}, 4)
+    assert [layer.name for layer in layers] == ["one/0", "one/1"]
+    assert [layer.page_bytes for layer in layers] == [512, 512]
+    assert layers[1].base - layers[0].base == 4 * 512
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(4, 1, 8).expand(4, 3, 8), torch.zeros(4, 100, 2)[:, :, :1]],
+    ids=["the same bytes several times", "too many gaps"],
+)
+def test_a_page_that_cannot_be_copied_in_runs_is_refused(tensor):
+    with pytest.raises(LayoutMismatchError, match=r"layer one: .* not contiguous"):
         describe_layers({"one": tensor}, 4)
 
 
-def test_separate_key_and_value_tensors_are_refused_for_now():
-    with pytest.raises(LayoutMismatchError, match="tuple instead of one tensor"):
-        describe_layers({"one": (torch.zeros(4, 8), torch.zeros(4, 8))}, 4)
+def test_blocks_that_overlap_are_refused():
+    tensor = torch.zeros(64).as_strided((4, 16), (8, 1))
+    with pytest.raises(LayoutMismatchError, match=r"layer one: .* they overlap"):
+        describe_layers({"one": tensor}, 4)
+
+
+def test_a_layer_of_several_tensors_is_several_runs():
+    described = describe({"one": (torch.zeros(4, 8), None, torch.zeros(4, 2))}, 4)
+    assert described.by_layer == {"one": ("one[0]", "one[2]")}
+    assert [run.page_bytes for run in described.runs] == [32, 8]
+
+
+def test_layers_that_share_one_cache_are_copied_once():
+    tensor = torch.zeros(4, 8)
+    described = describe({"one": tensor, "two": tensor}, 4)
+    assert [run.name for run in described.runs] == ["one"]
+    assert described.by_layer == {"one": ("one",), "two": ("one",)}
+
+
+@pytest.mark.parametrize("cache", [[], (None,), "text", 5, ("text",)])
+def test_what_is_no_tensor_is_refused_by_name(cache):
+    with pytest.raises(LayoutMismatchError, match="layer one"):
+        describe_layers({"one": cache}, 4)
+
+
+def test_key_and_value_outermost_are_two_runs():
+    layers = describe_layers({"one": torch.zeros(2, 8, 16)}, 8)
+    assert [(layer.name, layer.page_bytes) for layer in layers] == [
+        ("one[0]", 64),
+        ("one[1]", 64),
+    ]
+
+
+def test_the_engines_page_size_tells_split_blocks_from_spare_rows():
+    tensor = torch.zeros(16, 8)
+    (split,) = describe_layers({"one": tensor}, 8, {"one": PageSize(64, 64)})
+    (spare,) = describe_layers({"one": tensor}, 8, {"one": PageSize(32, 32)})
+    assert (split.page_bytes, spare.page_bytes) == (64, 32)
+    (padded,) = describe_layers({"one": tensor[:9]}, 8, {"one": PageSize(32, 48)})
+    assert padded.page_bytes == 32
+
+
+def test_more_bytes_than_the_engine_counts_are_refused():
+    with pytest.raises(LayoutMismatchError, match=r"layer one: 32 bytes per block, .* counts 16"):
+        describe_layers({"one": torch.zeros(8, 8)}, 8, {"one": PageSize(16, 16)})
 
 
 def test_blocks_split_by_the_kernel_are_described_as_the_engine_counts_them():
@@ -449,6 +521,21 @@ def test_neighbouring_pages_move_as_one():
     copies = layout.descriptors(["l"], pages, 0, 0)
     assert copies.sizes.tolist() == [192, 64]
     assert np.diff(copies.host).tolist() == [192]
+
+
+def test_layers_that_follow_each_other_in_a_block_move_as_one():
+    storage = torch.zeros(8, 3, 64, dtype=torch.uint8)
+    tensors = {f"l{at}": storage[:, at] for at in range(3)}
+    layout = KvLayout(describe_layers(tensors, 8), 1)
+    pages = Pages((2, 5), (0, 4096), (0, 0))
+    copies = layout.descriptors(layout.names, pages, 0, 0)
+    assert copies.sizes.tolist() == [192, 192]
+    single = layout.descriptors(["l1"], pages, 0, 0)
+    assert single.sizes.tolist() == [64, 64]
+    assert (single.host - copies.host).tolist() == [64, 64]
+    apart = KvLayout(describe_layers(tensors, 8), 2)
+    copies = apart.descriptors(apart.names, Pages((2, 5), (0, 0), (0, 1)), 0, 0)
+    assert copies.sizes.tolist() == [64] * 6, "in a slot of two blocks layers lie apart"
 
 
 def test_a_request_preempted_and_resumed_in_one_step_keeps_its_new_blocks(make, node):
@@ -528,9 +615,24 @@ def test_a_store_is_not_reported_before_the_step_has_ended(make):
     worker = engine.workers[0]
     worker.begin_step(plan)
     worker.start_loads()
-    assert worker.take_report() is None
+    early = worker.take_report()
+    assert early is None or not early.stored
     worker.end_forward()
     assert plan.store.lease in engine.report_of(worker).stored
+
+
+@pytest.mark.parametrize("fences_early", [False, True])
+def test_compute_waits_for_stores_where_blocks_are_written_before_the_fence(make, fences_early):
+    """Model Runner V2 zeroes new blocks before it calls `handle_preemptions`."""
+    engine = make(fences_early=fences_early)
+    warm_up(engine)
+    plan = store(engine, "r", [3])
+    gate = engine.gates[0]
+    before = gate.waits[Direction.STORE]
+    engine.workers[0].begin_step(plan)
+    engine.workers[0].end_forward()
+    assert (gate.waits[Direction.STORE] > before) == fences_early
+    assert plan.store.lease in engine.report_of(engine.workers[0]).stored
 
 
 def test_tails_behind_a_shared_prefix_are_stored_in_the_same_step(make):

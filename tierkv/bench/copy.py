@@ -29,6 +29,7 @@ from tierkv.connectors.vllm.kv_layout import describe_layers
 from tierkv.device.base import Descriptors, Direction
 from tierkv.device.cpu import create_cpu_engine
 from tierkv.device.layout import KvLayout, Pages
+from tierkv.numa import Placement, describe
 from tierkv.pool import Pool, create_pool
 from tierkv.types import slot_bytes_of
 
@@ -44,6 +45,7 @@ LAYERS = 4
 TOTAL_BYTES = 256 << 20
 SAMPLES = 25
 SEED = 7
+NUMA = "interleave"  # the default of node.dram.numa
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -96,7 +98,7 @@ def _make_stage(folder: Path, page_bytes: int) -> _Stage:
     tensors = {f"layer{at}": device[at].view(blocks, 1, 16, -1) for at in range(LAYERS)}
     layout = KvLayout(describe_layers(tensors, blocks), 1)
     slot_bytes = slot_bytes_of(page_bytes * LAYERS)
-    pool = create_pool(folder / "bench.pool", blocks * slot_bytes, 1 << 20)
+    pool = create_pool(folder / "bench.pool", blocks * slot_bytes, 1 << 20, numa=NUMA)
     pool.prefault(threading.Event())
     order = list(range(blocks))
     dice.shuffle(order)
@@ -184,6 +186,10 @@ def _one_memmove(stage: _Stage) -> float:
     return float(size / statistics.median(times) / (1 << 30))
 
 
+def _place_of(device: torch.Tensor) -> Placement:
+    return describe(device.data_ptr(), device.numel(), "local")
+
+
 def measure_all(folder: Path) -> dict[str, Any]:
     """All page sizes, both directions."""
     result: dict[str, Any] = {"store_ratio": {}, "load_ratio": {}, "aa_spread": {}}
@@ -199,6 +205,10 @@ def measure_all(folder: Path) -> dict[str, Any]:
         result["load_ratio"][name] = round(load, 3)
         result["aa_spread"][name] = round(max(spread, other), 3)
         result["memmove_gib_s"] = round(_one_memmove(stage), 2)
+        result["placement"] = {
+            "pool": stage.pool.placement.tree(),
+            "device": _place_of(stage.device).tree(),
+        }
         stage.pool.unlink()
         stage.pool.close()
     result["verified"] = is_verified
@@ -242,6 +252,8 @@ def _print(result: dict[str, Any]) -> None:
             f"{result['aa_spread'][name] * 100:.1f} %",
         )
     Console().print(table)
+    for side, placement in result["placement"].items():
+        print(f"placement of the {side}: {Placement.from_tree(placement).text()}")
     print(f"one big memmove: {result['memmove_gib_s']} GiB/s; verified: {result['verified']}")
     if result["void"]:
         print("void: the reference differs from itself by more than 5 %; run it again")

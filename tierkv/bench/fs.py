@@ -26,6 +26,7 @@ from typing import Any
 from tierkv.bench.fio import measure_fio
 from tierkv.bench.fs_stage import Plan, Stage, open_stage, require_room
 from tierkv.bench.report import aa_spread, median_ratio, say
+from tierkv.numa import Placement, describe
 
 DISK_AA_SPREAD_MAX = 0.15
 TARGETS = {"write_ratio": 0.8, "write_new_ratio": 0.85, "read_ratio": 0.85}
@@ -64,6 +65,7 @@ class Measured:
     Attributes:
         comparisons: name of the figure -> its samples.
         fio: GiB/s by `write` and `read`; None if fio is not installed.
+        placement: of the memory that is written to the disk.
     """
 
     plan: Plan
@@ -71,6 +73,7 @@ class Measured:
     comparisons: dict[str, Comparison]
     problems: tuple[str, ...]
     fio: dict[str, float] | None = None
+    placement: Placement = field(default_factory=lambda: Placement("local"))
 
     @property
     def is_void(self) -> bool:
@@ -124,7 +127,10 @@ def measure(plan: Plan) -> Measured:
             "write_new_ratio": _compare_new(stage),
         }
         fio = measure_fio(Path(name), plan, stage.is_direct)
-        return Measured(plan, stage.is_direct, comparisons, tuple(stage.problems), fio)
+        words = stage.source.words
+        placement = describe(words.ctypes.data, words.nbytes, "local")
+        problems = tuple(stage.problems)
+        return Measured(plan, stage.is_direct, comparisons, problems, fio, placement)
 
 
 # ---- comparisons -------------------------------------------------------------------------------
@@ -226,6 +232,7 @@ def _tree(measured: Measured) -> dict[str, Any]:
         "write_threads": plan.write_threads,
         "read_threads": plan.read_threads,
         "is_direct": measured.is_direct,
+        "placement": measured.placement.tree(),
         "fio_gib_s": measured.fio,
     }
 
@@ -258,6 +265,7 @@ def _print(measured: Measured) -> None:
         f"{plan.pairs} pairs of {plan.blocks} blocks of {plan.slot_bytes:,} bytes; "
         f"{plan.write_threads} write and {plan.read_threads} read threads; {io}"
     )
+    print(f"placement: {measured.placement.text()}")
     if measured.fio is not None:
         print("fio: " + ", ".join(f"{n} {v:.2f} GiB/s" for n, v in measured.fio.items()))
     if measured.is_void:

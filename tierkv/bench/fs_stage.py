@@ -153,9 +153,9 @@ class Stage:
         self.writers, self.readers = Crew(plan.write_threads), Crew(plan.read_threads)
         self._tier = tier
         self._folder = folder
-        self._source, self._target = Arena(plan), Arena(plan)
+        self.source, self._target = Arena(plan), Arena(plan)
         body = np.random.default_rng(SEED).integers(0, 1 << 63, plan.slot_bytes // 8, np.uint64)
-        self._source.words[:] = body
+        self.source.words[:] = body
         self._names: list[BlockName] = []
         self._sample = 0
         self._flags = os.O_DIRECT if self.is_direct else 0
@@ -178,7 +178,7 @@ class Stage:
         """Give every block a new name and new bytes."""
         self._sample += 1
         marks = (self._sample << 32) + np.arange(self.plan.blocks, dtype=np.uint64)
-        self._source.words[:, FRAME_BYTES // 8 :: _WORDS_PER_PAGE] = marks[:, None]
+        self.source.words[:, FRAME_BYTES // 8 :: _WORDS_PER_PAGE] = marks[:, None]
         names = []
         for at in range(self.plan.blocks):
             text = f"{self._sample}:{at}"
@@ -218,7 +218,7 @@ class Stage:
 
     def verify_reads(self) -> None:
         """Compare what was read with what was written, every byte of it."""
-        pairs = zip(self._source.words, self._target.words, strict=True)
+        pairs = zip(self.source.words, self._target.words, strict=True)
         wrong = sum(not np.array_equal(source, target) for source, target in pairs)
         self.expect(wrong == 0, f"{wrong} blocks are not what was written")
 
@@ -245,7 +245,7 @@ class Stage:
 
     def _write_piece(self, piece: int) -> None:
         part = self._part(piece)
-        outcomes = write_sealed(self._tier, self._names[part], self._source.views[part])
+        outcomes = write_sealed(self._tier, self._names[part], self.source.views[part])
         self._tell_changes()
         self.expect(outcomes == [Outcome.OK] * len(outcomes), "the tier refused a write")
 
@@ -287,7 +287,7 @@ class Stage:
 
     def _overwrite_piece(self, piece: int) -> None:
         for at in self._numbers(piece):
-            moved = os.pwritev(self._file, [self._source.views[at]], at * self.plan.slot_bytes)
+            moved = os.pwritev(self._file, [self.source.views[at]], at * self.plan.slot_bytes)
             self.expect(moved == self.plan.slot_bytes, "a plain write was short")
 
     def _write_files_piece(self, piece: int) -> None:
@@ -297,7 +297,7 @@ class Stage:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._flags
             file = os.open(temporary, flags, 0o600)
             try:
-                moved = os.pwritev(file, [self._source.views[at]], 0)
+                moved = os.pwritev(file, [self.source.views[at]], 0)
             finally:
                 os.close(file)
             temporary.rename(final)

@@ -92,7 +92,9 @@ def open_host(capacity: int, extent_unit: int) -> Iterator[Host]:
     with tempfile.TemporaryDirectory(prefix="tierkv-bench-") as name:
         folder = Path(name)
         config = NodeConfig(
-            dram=DramConfig(capacity=capacity, directory=folder, extent_unit=extent_unit),
+            dram=DramConfig(
+                capacity=capacity, directory=folder, extent_unit=extent_unit, numa="local"
+            ),
             service=ServiceConfig(socket=folder / "daemon.sock"),
         )
         log = folder / "daemon.log"

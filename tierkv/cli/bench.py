@@ -1,10 +1,11 @@
-"""``tierkv bench rpc|copy|fs|replay``."""
+"""``tierkv bench rpc|copy|device|fs|replay``."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import cast
 
 import click
@@ -45,16 +46,52 @@ def rpc(as_json: bool, blocks_max: int, samples: int) -> int:
 @json_option
 def copy(as_json: bool) -> int:
     """Measure copies between a CPU "device" tensor and slots. Needs torch."""
+    run = cast(Callable[[bool], int], _import_with_torch("copy").run)
+    return run(as_json)
+
+
+@bench.command()
+@json_option
+@click.option(
+    "--device",
+    "kind",
+    type=click.Choice(["cuda", "npu", "cpu"]),
+    help="Kind of device; default: the accelerator that torch has, else the CPU.",
+)
+@click.option(
+    "--seconds-max",
+    type=click.FloatRange(min=0, min_open=True),
+    default=330,
+    show_default=True,
+    help="Time for the whole run; what it cuts is told.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the JSON there, too.",
+)
+def device(as_json: bool, kind: str | None, seconds_max: float, output: Path | None) -> int:
+    """Measure copies between an accelerator, or a CPU "device", and a pool. Needs torch.
+
+    Speed by page size beside the peak, overlap with compute, the host's time per step, and a small
+    model whose prefix is computed or loaded.
+    """
+    module = _import_with_torch("device")
+    run = cast(Callable[[bool, str | None, float, Path | None], int], module.run)
+    return run(as_json, kind, seconds_max, output)
+
+
+def _import_with_torch(name: str) -> ModuleType:
+    """The module of a bench that needs torch."""
     try:
-        module = importlib.import_module("tierkv.bench.copy")
+        return importlib.import_module(f"tierkv.bench.{name}")
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise TierKVError(
-            "bench copy needs torch; install it with `pip install 'tierkv-sdk[torch]'`"
+            f"bench {name} needs torch; install it with `pip install 'tierkv-sdk[torch]'`"
         ) from error
-    run = cast(Callable[[bool], int], module.run)
-    return run(as_json)
 
 
 def _parse_size(_context: click.Context, _option: click.Parameter, text: str) -> int:

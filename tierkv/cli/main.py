@@ -3,7 +3,7 @@
 Rule 1: a user's mistake or an operating error is one line on standard error, never a traceback;
 exit code 2 for wrong usage, 1 for everything else.
 Rule 2: a command's module is imported when the command runs, so that ``tierkv --help`` is quick
-and only `bench copy` ever loads torch.
+and only `bench copy` and `bench device` ever load torch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _COMMANDS = {
     "stats": ("tierkv.cli.stats", "Show what the daemon holds and how often it hits."),
     "check": ("tierkv.cli.administer", "Let the daemon and its tiers audit their books."),
     "purge": ("tierkv.cli.administer", "Drop cached blocks."),
+    "doctor": ("tierkv.cli.administer", "Show what of this machine decides how fast blocks move."),
     "config": ("tierkv.cli.config", "Check, show and describe the configuration."),
     "vllm-config": ("tierkv.cli.vllm_config", "Print what vLLM needs to use TierKV."),
     "bench": ("tierkv.cli.bench", "Measure this machine; every run verifies its results."),

@@ -156,6 +156,7 @@ def _totals(tree: dict[str, Any]) -> Table:
 
 
 def _contents(tree: dict[str, Any]) -> list[tuple[str, str]]:
+    from tierkv.numa import Placement
     from tierkv.units import approximate_size
 
     share = tree["used"] / tree["capacity"] if tree["capacity"] else 0.0
@@ -164,11 +165,26 @@ def _contents(tree: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("pool", f"{tree['pool']}, generation {tree['generation']}{grants}"),
         ("capacity", approximate_size(tree["capacity"])),
+        ("placement", Placement.from_tree(tree["placement"]).text()),
         ("used", f"{approximate_size(tree['used'])} ({share:.1%})"),
         ("blocks", f"{tree['blocks']:,}, {tree['pinned_blocks']:,} pinned{dirty}"),
         ("sessions", f"{tree['sessions']:,}, {tree['engines']:,} engines known"),
         ("leases", f"{tree['leases']:,}"),
+        *((f"copies of {d['device']}", copies_text(d)) for d in tree["devices"]),
     ]
+
+
+def copies_text(device: dict[str, Any]) -> str:
+    """How one rank of an engine copies, in one line."""
+    from tierkv.units import approximate_size
+
+    text = f"engine {device['engine'][:8]} rank {device['rank']}: {device['rung']}"
+    if device["pool"]:
+        known, pool = approximate_size(device["registered"]), approximate_size(device["pool"])
+        text += f", {known} of {pool} registered"
+    if device["staging"]:
+        text += f", {approximate_size(device['staging'])} of staging"
+    return text + (f"; {device['problem']}" if device["problem"] else "")
 
 
 def _traffic(counters: dict[str, int]) -> list[tuple[str, str]]:

@@ -91,6 +91,12 @@ class DramConfig(_Model):
     hugepages: Literal["auto", "off"] = Field(
         "auto", description="`auto` asks the kernel for transparent huge pages and reports it."
     )
+    numa: Literal["interleave", "local", "bind"] = Field(
+        "interleave",
+        description="NUMA nodes of the pool's memory. `interleave`: all in turn. `bind`: only "
+        "those of the CPUs that the daemon may run on. `local`: the kernel chooses, mostly the "
+        "node where the daemon starts. A changed value takes effect with a new pool.",
+    )
     pinned_share_max: Share = Field(
         0.5,
         description="Share of the pool that waiting requests may pin before leases are recalled.",

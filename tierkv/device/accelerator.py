@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tierkv.device.base import CopyEvent, CopyFacts, Descriptors, Direction
+from tierkv.device.base import CopyEvent, Descriptors, Direction
+from tierkv.device.facts import CopyFacts
 from tierkv.device.hooks import DeviceCallError, DeviceHooks
 from tierkv.device.registration import Registration
 from tierkv.device.staging import SlowLane, StagedEvent, StagingRing
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STAGING_BYTES = 64 << 20
+REFUSALS_MAX = 3  # copies in a row that cannot be queued; then a slower way is taken for good
 
 
 class StreamEvent:
@@ -110,8 +112,9 @@ class AcceleratorCopyEngine:
         self._hooks = hooks
         self._has_batch = hooks.has_batch
         self._problem = ""
+        self._refusals = 0  # copies refused in a row; REFUSALS_MAX for good
         self._registration = Registration(hooks, self._settle)
-        self._streams = {direction: torch.Stream(device=device) for direction in Direction}
+        self._streams = {direction: _make_stream(device) for direction in Direction}
         self._judges = {
             direction: StreamJudge(stream, f"tierkv-judge-{direction.value}")
             for direction, stream in self._streams.items()
@@ -127,13 +130,15 @@ class AcceleratorCopyEngine:
     def adopt(self, address: int, size: int, stop: threading.Event) -> None:
         """Make a mapping of the pool fast. Blocks; run it in the background."""
         torch.accelerator.set_device_index(self.device.index or 0)
-        self._registration.register(address, size, stop)
+        with self._hooks.outside_capture():
+            self._registration.register(address, size, stop)
         logger.info("copies of %s: rung=%s", self.device, self.rung)
 
     def abandon(self, address: int, size: int) -> None:
         """Forget a mapping that is about to go. Waits until no copy of it is running."""
         torch.accelerator.set_device_index(self.device.index or 0)
-        self._registration.unregister(address, size)
+        with self._hooks.outside_capture():
+            self._registration.unregister(address, size)
 
     def _settle(self) -> None:
         """Wait until nothing that was submitted before is running."""
@@ -142,12 +147,17 @@ class AcceleratorCopyEngine:
             self._judges[direction].judge()
 
     @property
+    def _is_fast(self) -> bool:
+        return self._refusals < REFUSALS_MAX
+
+    @property
     def rung(self) -> str:
-        """The best rung that the present registration allows for all of the pool."""
+        """The best rung that all of the pool can have now."""
         facts = self._registration.facts()
-        if facts.asked and facts.registered == facts.asked:
+        if self._is_fast and facts.asked and facts.registered == facts.asked:
             return "batch" if self._has_batch else "single"
-        return "staged" if self._ring is not None else "blocking"
+        has_ring = all(lane.has_ring for lane in self._lanes.values())
+        return "staged" if has_ring else "blocking"
 
     @property
     def facts(self) -> CopyFacts:
@@ -179,7 +189,7 @@ class AcceleratorCopyEngine:
         assert isinstance(mark, torch.Event), "a mark of this engine"
         lane, judge = self._lanes[direction], self._judges[direction]
         with self._registration.lock:  # what is covered now stays so until it is queued
-            if not lane.is_idle or not self._registration.covers(copies):
+            if not (lane.is_idle and self._is_fast and self._registration.covers(copies)):
                 return lane.put(copies, mark)
             stream = self._streams[direction]
             stream.wait_event(mark)
@@ -198,27 +208,52 @@ class AcceleratorCopyEngine:
         """Queue copies of registered memory; whether all of them are queued."""
         if len(copies) == 0:
             return True
+        refused = ""
+        if self._has_batch:
+            refused = self._queue_batch(direction, copies, stream, kept)
+        if not self._has_batch or refused:
+            # Copying some of them twice does no harm, so all go one by one.
+            problem = self._queue_singly(direction, copies, stream)
+            if problem:
+                self._note_refusal(problem)
+                return False
+        if refused:
+            self._has_batch = False  # the copies are all right, so it is the call
+            self._problem = refused
+            logger.warning("batched copies do not work here, copying singly: %s", refused)
+        self._refusals = 0
+        return True
+
+    def _queue_batch(
+        self, direction: Direction, copies: Descriptors, stream: torch.Stream, kept: list[object]
+    ) -> str:
+        """Why not; empty if all are queued."""
         try:
-            if self._has_batch:
-                try:
-                    for part in _parts(copies, self._hooks.descriptors_max):
-                        kept.append(self._hooks.copy_batch(direction, part, stream))
-                    self.rungs["batch"] += 1
-                    return True
-                except DeviceCallError as error:
-                    # Copying some of them twice does no harm, so all go again one by one.
-                    self._has_batch = False
-                    self._problem = str(error)
-                    logger.warning("batched copies do not work here, copying singly: %s", error)
+            for part in _parts(copies, self._hooks.descriptors_max):
+                kept.append(self._hooks.copy_batch(direction, part, stream))
+        except DeviceCallError as error:
+            return str(error)
+        self.rungs["batch"] += 1
+        return ""
+
+    def _queue_singly(self, direction: Direction, copies: Descriptors, stream: torch.Stream) -> str:
+        """Why not; empty if all are queued."""
+        try:
             for device, host, size in zip(
                 copies.device.tolist(), copies.host.tolist(), copies.sizes.tolist(), strict=True
             ):
                 self._hooks.copy_one(direction, device, host, size, stream)
         except DeviceCallError as error:
-            logger.warning("a copy could not be queued: %s", error)
-            return False
+            return str(error)
         self.rungs["single"] += 1
-        return True
+        return ""
+
+    def _note_refusal(self, problem: str) -> None:
+        logger.warning("a copy could not be queued: %s", problem)
+        self._refusals += 1
+        if self._refusals == REFUSALS_MAX:
+            self._problem = problem
+            logger.warning("asynchronous copies do not work here; copies are slower from now on")
 
     def give_way(self) -> None:
         """Nothing to do: the device copies by itself."""
@@ -230,6 +265,12 @@ class AcceleratorCopyEngine:
         for judge in self._judges.values():
             judge.judge()
             judge.close()
+
+
+def _make_stream(device: torch.device) -> torch.Stream:
+    """A stream of the backend's own class: older ones tell the driver's handle there only."""
+    backend = getattr(torch, device.type, None)
+    return getattr(backend, "Stream", torch.Stream)(device=device)
 
 
 def _parts(copies: Descriptors, most: int) -> Iterator[Descriptors]:

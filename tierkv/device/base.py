@@ -108,43 +108,15 @@ class StreamedCopyEngine(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class CopyFacts:
-    """How the copies of one device are made. Sizes in bytes.
-
-    Attributes:
-        rung: how they are made now: `cpu`, or a rung of the accelerator's ladder.
-        registered, pool: how much of the mapped pool the driver knows.
-        staging: pinned host memory for copies that the driver cannot make by itself.
-        device_bytes: device memory taken, all of it at the start.
-        problem: why the rung is not the best one; empty if nothing is wrong.
-    """
-
-    device: str = "cpu"
-    rung: str = "cpu"
-    registered: int = 0
-    pool: int = 0
-    staging: int = 0
-    device_bytes: int = 0
-    problem: str = ""
-
-
-def facts_of(copies: CopyEngine) -> CopyFacts:
-    """How an engine makes its copies; an engine that does not say is a CPU's."""
-    facts = getattr(copies, "facts", None)
-    return facts if isinstance(facts, CopyFacts) else CopyFacts()
-
-
-def merge_runs(device: Addresses, host: Addresses, size: int) -> Descriptors:
-    """Descriptors for equal pages, neighbours on both sides moved as one.
+def merge_runs(device: Addresses, host: Addresses, sizes: Addresses) -> Descriptors:
+    """Descriptors for pages, neighbours on both sides moved as one.
 
     Args:
         device, host: page addresses in order, shape (n,).
-        size: bytes of each page.
+        sizes: bytes of each page, shape (n,).
     """
     if len(device) == 0:
-        return Descriptors(device, host, device)
-    joins = (np.diff(device) == size) & (np.diff(host) == size)
+        return Descriptors(device, host, sizes)
+    joins = (np.diff(device) == sizes[:-1]) & (np.diff(host) == sizes[:-1])
     starts = np.concatenate([[0], np.flatnonzero(~joins) + 1])
-    lengths = np.diff(np.concatenate([starts, [len(device)]]))
-    return Descriptors(device[starts], host[starts], lengths * size)
+    return Descriptors(device[starts], host[starts], np.add.reduceat(sizes, starts))

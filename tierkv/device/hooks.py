@@ -6,6 +6,7 @@ that the driver refuses raises, and the caller goes one rung down.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from tierkv.device.base import Descriptors, Direction
@@ -31,6 +32,12 @@ class DeviceHooks(Protocol):
     descriptors_max: int
     has_batch: bool
     events_tell_failures: bool
+
+    def outside_capture(self) -> AbstractContextManager[None]:
+        """Inside it this thread's calls neither break nor are refused by another's graph capture.
+
+        An engine captures its graphs while the pool is still being registered in the background.
+        """
 
     def register(self, address: int, size: int) -> None:
         """Make host memory known to the driver, so that copies of it run by themselves.

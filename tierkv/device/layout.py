@@ -6,7 +6,7 @@ bytes of one block. What does not fit it is refused by name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -67,6 +67,21 @@ def _overlap(one: LayerLayout, other: LayerLayout) -> bool:
     return shift < low.page_bytes or shift + high.page_bytes > low.block_stride
 
 
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Layers as arrays, shape (layers, 1), so that one sum makes the addresses of all pages."""
+
+    base: Addresses
+    stride: Addresses
+    page: Addresses
+    offset: Addresses
+
+    @classmethod
+    def make(cls, layers: list[LayerLayout], offsets: dict[str, int]) -> _Columns:
+        rows = [(r.base, r.block_stride, r.page_bytes, offsets[r.name]) for r in layers]
+        return cls(*np.array(rows, np.int64).reshape(-1, 4).T[:, :, None])
+
+
 class KvLayout:
     """The layers of one rank and where their pages go in a slot."""
 
@@ -76,6 +91,8 @@ class KvLayout:
         self.geometry = RankGeometry(tuple(layer.page_bytes for layer in layers), engine_blocks)
         self._offsets = dict(zip(self.names, self.geometry.layer_offsets, strict=True))
         self._by_name = {layer.name: layer for layer in layers}
+        joined = _join(layers) if engine_blocks == 1 else layers
+        self._all = _Columns.make(joined, self._offsets)
 
     def descriptors(
         self, names: list[str], pages: Pages, pool_address: int, rank_offset: int
@@ -86,22 +103,33 @@ class KvLayout:
             pool_address: address of byte 0 of the pool.
             rank_offset: where this rank's part of the payload begins.
         """
+        if names == self.names:
+            layers = self._all
+        else:
+            layers = _Columns.make([self._by_name[name] for name in names], self._offsets)
         blocks = np.array(pages.device_blocks, np.int64)
         slots = np.array(pages.slots, np.int64) + (pool_address + FRAME_BYTES + rank_offset)
         parts = np.array(pages.parts, np.int64)
-        found = [self._of_layer(name, blocks, slots, parts) for name in names]
-        if len(found) == 1:
-            return found[0]
-        return Descriptors(
-            np.concatenate([d.device for d in found]),
-            np.concatenate([d.host for d in found]),
-            np.concatenate([d.sizes for d in found]),
-        )
+        device = layers.base + blocks * layers.stride
+        host = slots + layers.offset + parts * layers.page
+        sizes = np.broadcast_to(layers.page, device.shape)
+        return merge_runs(device.ravel(), host.ravel(), sizes.ravel())
 
-    def _of_layer(
-        self, name: str, blocks: Addresses, slots: Addresses, parts: Addresses
-    ) -> Descriptors:
-        layer = self._by_name[name]
-        device = layer.base + blocks * layer.block_stride
-        host = slots + self._offsets[name] + parts * layer.page_bytes
-        return merge_runs(device, host, layer.page_bytes)
+
+def _join(layers: list[LayerLayout]) -> list[LayerLayout]:
+    """Layers whose pages follow each other in every block are one, under the first one's name.
+
+    With one engine block per slot they follow each other there, too, so one copy moves them all.
+    """
+    found: list[LayerLayout] = []
+    for layer in layers:
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and layer.base == last.base + last.page_bytes
+            and layer.block_stride == last.block_stride
+        ):
+            found[-1] = replace(last, page_bytes=last.page_bytes + layer.page_bytes)
+        else:
+            found.append(layer)
+    return found

@@ -9,7 +9,9 @@ aligned to 4 KiB; copies of memory that is not page-locked return when they have
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 LIBRARY = "libascendcl.so"
 DESCRIPTORS_MAX = 2048  # the least that a supported device takes in one call
 _PINNED = 0x10000000  # ACL_HOST_REG_PINNED
+_RELAXED = 2  # ACL_MODEL_RI_CAPTURE_MODE_RELAXED
 _KINDS = {Direction.LOAD: 1, Direction.STORE: 2}  # ACL_MEMCPY_HOST_TO_DEVICE, ..._DEVICE_TO_HOST
 _HOST, _DEVICE = 0, 1  # ACL_MEM_LOCATION_TYPE_*
 
@@ -54,9 +57,11 @@ class NpuHooks:
         except OSError as error:
             raise DeviceCallError(f"{LIBRARY} cannot be loaded: {error}") from error
         self.has_batch = hasattr(self._library, "aclrtMemcpyBatchAsync")
+        self._torch = _registrar()
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         self._declare("aclrtHostRegisterV2", pointer, ctypes.c_uint64, ctypes.c_uint32)
         self._declare("aclrtHostUnregister", pointer)
+        self._declare("aclmdlRICaptureThreadExchangeMode", pointer)
         self._declare("aclrtMemcpyAsync", pointer, size, pointer, size, ctypes.c_int, pointer)
         self._declare("aclrtMemcpy", pointer, size, pointer, size, ctypes.c_int)
         self._declare(
@@ -78,11 +83,33 @@ class NpuHooks:
         if code != 0:
             raise DeviceCallError(f"{name} failed with code {code}")
 
+    @contextlib.contextmanager
+    def outside_capture(self) -> Iterator[None]:
+        mode = ctypes.c_int(_RELAXED)
+        has_graphs = hasattr(self._library, "aclmdlRICaptureThreadExchangeMode")
+        if has_graphs:
+            self._call("aclmdlRICaptureThreadExchangeMode", ctypes.addressof(mode))
+        try:
+            yield
+        finally:
+            if has_graphs:
+                self._call("aclmdlRICaptureThreadExchangeMode", ctypes.addressof(mode))
+
     def register(self, address: int, size: int) -> None:
-        self._call("aclrtHostRegisterV2", address, size, _PINNED)
+        if self._torch is None:
+            self._call("aclrtHostRegisterV2", address, size, _PINNED)
+            return
+        code = self._torch.npuHostRegister(address, size, _PINNED)
+        if code != 0:
+            raise DeviceCallError(f"npuHostRegister (aclrtHostRegisterV2) failed with code {code}")
 
     def unregister(self, address: int) -> None:
-        self._call("aclrtHostUnregister", address)
+        if self._torch is None:
+            self._call("aclrtHostUnregister", address)
+            return
+        code = self._torch.npuHostUnregister(address)
+        if code != 0:
+            raise DeviceCallError(f"npuHostUnregister failed with code {code}")
 
     def copy_batch(self, direction: Direction, copies: Descriptors, stream: torch.Stream) -> object:
         sources, targets = _sides(direction, copies)
@@ -111,6 +138,18 @@ class NpuHooks:
         self._call("aclrtMemcpy", target, size, source, size, _KINDS[direction])
 
 
+def _registrar() -> Any:
+    """torch_npu's own calls for registration; None in the wheels that lack them."""
+    import torch
+
+    npu: Any = getattr(torch, "npu", None)
+    try:
+        runtime = npu.npurt() if hasattr(npu, "npurt") else None
+    except RuntimeError:
+        return None
+    return runtime if hasattr(runtime, "npuHostRegister") else None
+
+
 def _sides(direction: Direction, copies: Descriptors) -> tuple[Any, Any]:
     """Source and target addresses, as the driver reads them."""
     host = np.ascontiguousarray(copies.host, np.uint64)
@@ -120,9 +159,4 @@ def _sides(direction: Direction, copies: Descriptors) -> tuple[Any, Any]:
 
 def _handle(stream: torch.Stream) -> int:
     """The driver's stream. Asking for it hands over what torch_npu still holds back."""
-    handle = getattr(stream, "native_handle", None)
-    if handle is None:
-        handle = getattr(stream, "npu_stream", None)  # torch before 2.13
-    if handle is None:
-        raise DeviceCallError(f"{stream} has no handle; torch_npu is too old")
-    return int(handle)
+    return int(stream.npu_stream)

@@ -22,6 +22,7 @@ from tierkv.device.verdict import StreamJudge
 
 logger = logging.getLogger(__name__)
 
+REFUSALS_MAX = 3  # staged copies in a row that fail; then blocking calls are made for good
 PIECES = 16  # of the ring: as many copies of device and host can overlap
 _memmove = ctypes.memmove
 
@@ -129,9 +130,15 @@ class SlowLane:
         self._ring = ring
         self._rungs = rungs
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._refusals = 0  # staged copies refused in a row; REFUSALS_MAX for good
         self._unfinished = 0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether copies are staged; they block else."""
+        return self._ring is not None and self._refusals < REFUSALS_MAX
 
     @property
     def is_idle(self) -> bool:
@@ -174,20 +181,25 @@ class SlowLane:
         """Whether all bytes are in place; nothing of it runs any more."""
         mark = self._judge.open()
         try:
-            if self._ring is not None:
+            if self._ring is not None and self.has_ring:
                 self._copy_staged(job, self._ring)
+                self._refusals = 0
             else:
                 self._copy_blocking(job)
         except (DeviceCallError, RuntimeError) as error:
             logger.warning("a copy failed: %s", error)
+            self._refusals += 1
             mark.fail()
         self._judge.seal(mark)
         mark.wait()
         return mark.is_ok
 
     def _copy_blocking(self, job: _Job) -> None:
+        # Blocking calls are ordered with no stream: neither with the compute nor with the copies
+        # that were queued before.
         if job.computed is not None:
-            job.computed.synchronize()  # blocking calls are ordered with no stream
+            job.computed.synchronize()
+        self._judge.judge()
         for device, host, size in _rows(job.copies):
             self._hooks.copy_blocking(self._direction, device, host, size)
         self._rungs["blocking"] += 1

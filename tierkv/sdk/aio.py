@@ -141,9 +141,11 @@ class AsyncCache:
         self.cache.poll()
 
     async def close(self) -> None:
-        """See `Cache.close`."""
-        await _until(self.cache.is_idle, None)
-        self.cache.close()
+        """See `Cache.close`. A task that is cancelled meanwhile closes it all the same."""
+        try:
+            await _until(self.cache.is_idle, None)
+        finally:
+            self.cache.close()
 
     async def __aenter__(self) -> AsyncCache:
         return self

@@ -23,12 +23,11 @@ import numpy as np
 
 from tierkv.config import TierKVConfig, load_config, parse_config
 from tierkv.device.base import CopyEngine
-from tierkv.device.cpu import create_cpu_engine
 from tierkv.device.layout import KvLayout
 from tierkv.errors import ConfigError, UsageError
 from tierkv.hashing import HashAlgorithm, Tokens, block_hashes, digest_of
 from tierkv.sdk.engine import Engine
-from tierkv.sdk.memory import describe_tensors
+from tierkv.sdk.memory import create_engine_for, describe_tensors
 from tierkv.sdk.work import Copy, Hit, Stage
 from tierkv.service import wire
 from tierkv.service.answers import Attachment
@@ -92,7 +91,7 @@ class Cache:
             block_tokens,
         )
         name = EngineId(uuid.uuid4().hex)
-        copies = copy_engine if copy_engine is not None else create_cpu_engine()
+        copies = copy_engine if copy_engine is not None else create_engine_for(tensors)
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._is_closing = self._is_closed = False
@@ -125,10 +124,9 @@ class Cache:
 
     @property
     def is_ready(self) -> bool:
-        """Whether lookups have a chance now. Never waits."""
-        with self._use():
-            self._engine.poll()
-            return self._engine.is_ready
+        """Whether lookups have a chance now; never after `close`. Never waits."""
+        with self._look() as is_open:
+            return is_open and not self._is_closing and self._engine.is_ready
 
     @property
     def refusal(self) -> str | None:

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv.config import TierKVConfig
-from tierkv.device.base import CopyEngine, Direction, PoolAdopter
+from tierkv.device.base import CopyEngine, Direction, PoolAdopter, StreamedCopyEngine
+from tierkv.device.facts import CopyFacts, facts_of
 from tierkv.device.layout import KvLayout, Pages
 from tierkv.mapper import PoolMapper
 from tierkv.pool import Pool, pool_path
@@ -82,6 +83,7 @@ class Engine:
         self._generation = 0
         self._must_quiesce = self._has_warned = False
         self._names: tuple[str, ...] = ("dram",)
+        self._told: CopyFacts | None = None
 
     # ---- state ---------------------------------------------------------------------------------
 
@@ -120,6 +122,9 @@ class Engine:
         for hit in [hit for hit in self._prefetches if hit._is_done]:
             self._prefetches.remove(hit)
             self.release(hit)
+        if (facts := facts_of(self._copies)) != self._told:
+            self._told = facts
+            self.client.say_devices({0: facts})
         if self._must_quiesce and all(c._generation == self._generation for c in self._on_way):
             self._must_quiesce = False
             self.client.say_quiesced()
@@ -135,7 +140,10 @@ class Engine:
         self._mapper.close()
 
     def close(self) -> None:
-        """Give everything back; nothing is on its way. Blocks for a copy engine of others."""
+        """Give everything back; no copy is on its way. Blocks for a copy engine of others."""
+        for hit in [*self._asked, *self._prefetches, *self._hits.values()]:
+            self.release(hit)  # or its blocks stay pinned until our death is certain
+        self._prefetches.clear()
         self._copies.close()
         self.client.close()
         self._mapper.close()
@@ -298,6 +306,7 @@ class Engine:
             self._count_copies()
             return
         self._take(hit)
+        copy._computed = self._mark()
         hit._copies += 1
         copy._generation = self._generation
         copy._sources = hit._sources[first:end]
@@ -309,6 +318,7 @@ class Engine:
         """Ask for slots; the copies follow when they are there."""
         copy._generation = self._generation
         copy._keys, copy._after = keys, after
+        copy._computed = self._mark()
         if self.is_ready and self._ask_for_slots(copy):
             self._begin(copy)
         else:
@@ -348,7 +358,14 @@ class Engine:
         direction = Direction.STORE if copy._hit is None else Direction.LOAD
         pages = Pages(tuple(blocks), tuple(offsets.tolist()), (0,) * len(blocks))
         copies = self.layout.descriptors(self.layout.names, pages, pool.address, 0)
-        part.event = self._copies.submit(direction, copies)
+        if isinstance(self._copies, StreamedCopyEngine):
+            part.event = self._copies.submit_after(copy._computed, direction, copies)
+        else:
+            part.event = self._copies.submit(direction, copies)
+
+    def _mark(self) -> object:
+        """What the caller's thread has queued for its device; a part may be copied by another."""
+        return self._copies.mark() if isinstance(self._copies, StreamedCopyEngine) else None
 
     def _advance(self, copy: Copy, now: float) -> None:
         if copy._ticket:

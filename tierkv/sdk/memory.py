@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from tierkv.device.base import CopyEngine
+from tierkv.device.cpu import create_cpu_engine
 from tierkv.device.layout import LayerLayout, refuse_overlap
+from tierkv.device.select import create_copy_engine
 from tierkv.errors import LayoutMismatchError
 
 if TYPE_CHECKING:
@@ -22,7 +25,7 @@ def describe_tensors(tensors: Mapping[str, KvTensor]) -> list[LayerLayout]:
     """Read the layout of every tensor; the first dimension counts device blocks.
 
     Args:
-        tensors: torch tensors on the CPU or numpy arrays, by name; names are part of the layout.
+        tensors: torch tensors or numpy arrays, by name; names are part of the layout.
     Raises:
         LayoutMismatchError: names the tensor and what is not supported.
     """
@@ -50,12 +53,26 @@ def _describe(name: str, tensor: KvTensor) -> LayerLayout:
     )
 
 
-def _describe_torch(name: str, tensor: Any) -> LayerLayout:
-    if tensor.device.type != "cpu":
+def create_engine_for(tensors: Mapping[str, KvTensor]) -> CopyEngine:
+    """The copy engine of the device that the tensors lie on.
+
+    Raises:
+        LayoutMismatchError: they lie on several devices, or on one that nothing can copy.
+    """
+    devices = {str(getattr(tensor, "device", "cpu")) for tensor in tensors.values()}
+    if len(devices) > 1:
         raise LayoutMismatchError(
-            f"tensor {name} lies on {tensor.device}; this version has a copy engine for CPU "
-            "memory only"
+            f"the tensors lie on {', '.join(sorted(devices))}; a cache serves one device"
         )
+    device = devices.pop()
+    if device == "cpu":
+        return create_cpu_engine()  # numpy arrays need no torch
+    import torch
+
+    return create_copy_engine(torch.device(device))
+
+
+def _describe_torch(name: str, tensor: Any) -> LayerLayout:
     if not str(tensor.layout).endswith("strided") or tensor.is_quantized:
         raise LayoutMismatchError(f"tensor {name}: {tensor.layout} is no plain memory")
     item = tensor.element_size()

@@ -136,6 +136,7 @@ class Copy:
         self._cache = cache
         self._hit = hit  # None: a store
         self._stage = Stage.RESERVING if hit is None else Stage.COPYING
+        self._computed: object = None  # what the copy comes after on the device
         self._generation = 0
         self._ticket = 0
         self._asked_at = 0.0

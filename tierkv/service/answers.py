@@ -1,12 +1,15 @@
-"""What a client attaches, and what it is answered."""
+"""What a client attaches and tells, and what it is answered."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from tierkv.device.facts import CopyFacts
+from tierkv.service import wire
 from tierkv.types import LeaseId, NamespaceId
 
 
@@ -38,3 +41,14 @@ class Answer:
     pending: int
     is_promoting: bool = False
     sources: bytes = b""
+
+
+def device_rows(facts: Mapping[int, CopyFacts]) -> list[wire.Device]:
+    """How the ranks copy, as the protocol carries it."""
+    return [
+        wire.Device(
+            rank, told.device, told.rung, told.registered, told.pool, told.staging,
+            told.device_bytes, told.problem[: wire.TEXT_MAX],
+        )
+        for rank, told in sorted(facts.items())[: wire.RANKS_MAX]
+    ]  # fmt: skip

@@ -11,14 +11,15 @@ import logging
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tierkv.config import differing_keys
 from tierkv.core.values import Granted
+from tierkv.device.facts import CopyFacts
 from tierkv.errors import DaemonUnavailableError, RefusedError
 from tierkv.service import wire
-from tierkv.service.answers import Answer, Attachment
+from tierkv.service.answers import Answer, Attachment, device_rows
 from tierkv.service.breaker import Breaker
 from tierkv.service.connection import Connection, Link
 from tierkv.types import BlockKey, EngineId, LeaseId, NamespaceId
@@ -70,6 +71,7 @@ class Client:
         self._replies: dict[int, wire.Reply] = {}
         self._answers: dict[LeaseId, Answer] = {}
         self._unacknowledged: deque[wire.Commit | wire.Trim] = deque()
+        self._devices: list[wire.Device] = []
         self._connection = Connection(
             socket, engine, self, node=node, start=start, start_wait_s=start_wait_s
         )
@@ -173,6 +175,7 @@ class Client:
                 self._post_kept(wire.Trim(seq, message.lease, message.blocks))
         for attachment in self._attachments.values():
             self._attach(attachment)
+        self._tell_devices()
 
     def _compare_nodes(self, theirs: str) -> None:
         """One warning if the daemon runs with another `node:` part; the starter's rules."""
@@ -365,6 +368,15 @@ class Client:
         """
         if self.is_up:
             self._post(wire.Outcome(self._next(), device, list(tiers), computed))
+
+    def say_devices(self, facts: Mapping[int, CopyFacts]) -> None:
+        """Tell how the ranks' copies are made, now and in every later session. One-way."""
+        self._devices = device_rows(facts)
+        self._tell_devices()
+
+    def _tell_devices(self) -> None:
+        if self._devices and self._connection.version >= wire.VERSION_DEVICES:
+            self._post(wire.Devices(self._next(), self._devices))
 
     def say_quiesced(self) -> None:
         """Say that nothing is in flight from before this generation. One-way."""

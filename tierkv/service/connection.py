@@ -93,6 +93,11 @@ class Connection:
         self._has_greeted = False  # a Hello that got no answer may have arrived all the same
 
     @property
+    def version(self) -> int:
+        """Protocol version of the last daemon; 0 before the first welcome."""
+        return self.welcome.version if self.welcome is not None else 0
+
+    @property
     def generation(self) -> int:
         """Generation of the last daemon that welcomed us; 0 before the first."""
         return self.welcome.generation if self.welcome is not None else 0

@@ -75,16 +75,24 @@ def prepare_pool(config: NodeConfig) -> Pool:
     if dram.capacity == "auto" and path.exists():
         # What is free changes while engines run; an automatic size must not lose their pool.
         capacity = max(path.stat().st_size - HEADER_BYTES, 0) or capacity
-    pool = create_pool(path, capacity, dram.extent_unit)
+    pool = create_pool(path, capacity, dram.extent_unit, numa=dram.numa)
     has_huge = dram.hugepages == "auto" and pool.ask_for_huge_pages()
     logger.info(
-        "pool %s: path=%s capacity=%s generation=%d hugepages=%s",
+        "pool %s: path=%s capacity=%s generation=%d hugepages=%s numa=%s nodes=%s",
         "adopted" if pool.was_adopted else "created",
         path,
         approximate_size(capacity),
         pool.generation,
         "advised" if has_huge else "no",
+        pool.placement.in_force or "unknown",
+        ",".join(str(node) for node, _ in pool.placement.pages) or "unknown",
     )
+    if pool.placement.problem:
+        logger.warning(
+            "node.dram.numa: the pool is not placed as asked (%s): %s",
+            dram.numa,
+            pool.placement.problem,
+        )
     return pool
 
 
@@ -117,6 +125,7 @@ class Daemon:
             node_text(config),
             config.node_strict,
             config.service.quarantine_min,
+            placement=pool.placement,
         )
         tiers = [limits_of(tier, config) for tier in config.tiers]
         directory = Directory(limits, tiers, make_policy)

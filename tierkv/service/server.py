@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from tierkv.core.directory import Directory
 from tierkv.core.values import Event, Job, Ready, Recall, Run, TaskEnded
 from tierkv.errors import ProtocolError
+from tierkv.numa import Placement
 from tierkv.pool import Held
 from tierkv.service import wire
 from tierkv.service.stats import Report, collect
@@ -40,6 +41,7 @@ class ServerFacts:
     node: str
     node_strict: bool
     quarantine_min_s: float
+    placement: Placement = field(default_factory=lambda: Placement("local"))
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +52,7 @@ class Session:
         engine: None for an administrator.
         seq: highest number seen; a smaller one is a duplicate.
         granted: request number -> lease that its reply granted, while the lease lives.
+        devices: how the engine's ranks copy, as it told.
     """
 
     peer: bytes
@@ -57,6 +60,7 @@ class Session:
     seq: int
     spaces: set[NamespaceId] = field(default_factory=set)
     granted: dict[int, LeaseId] = field(default_factory=dict)
+    devices: list[wire.Device] = field(default_factory=list)
 
 
 class Server:
@@ -82,6 +86,16 @@ class Server:
     @property
     def engines_connected(self) -> int:
         return len(self._peers)
+
+    @property
+    def devices(self) -> list[tuple[EngineId, wire.Device]]:
+        """What connected engines told of their ranks."""
+        return [
+            (session.engine, device)
+            for session in self._sessions.values()
+            if session.engine is not None
+            for device in session.devices
+        ]
 
     @property
     def engines_known(self) -> int:
@@ -272,6 +286,8 @@ class Server:
                 directory.touch(space, wire.split_keys(message.keys, message.key_bytes), now)
             case wire.Outcome():
                 self._count_outcome(message)
+            case wire.Devices():
+                session.devices = message.ranks
             case wire.Detach():
                 self._detach(session, message)
             case wire.Quiesced():

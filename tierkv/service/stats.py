@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 if TYPE_CHECKING:
     from tierkv.service.server import Server
 
@@ -125,6 +127,11 @@ def collect(server: Server, now: float) -> dict[str, object]:
         "generation": server.facts.generation,
         "is_granting": directory.may_grant,
         "pool": server.facts.pool,
+        "placement": server.facts.placement.tree(),
+        "devices": [
+            {"engine": engine, **msgspec.structs.asdict(device)}
+            for engine, device in server.devices
+        ],
         "counters": {name: directory.counters[name] for name in COUNTERS},
         "tokens_recent": recent.tree(sources),
         "tokens_total": server.outcomes_total.tree(sources),

@@ -3,8 +3,8 @@
 Rule 1: bytes of KV never cross the socket; messages carry keys, offsets and leases.
 Rule 2: every message of a client has a sequence number. A connection is FIFO, so a reply to number
 n acknowledges everything up to n. One-way messages are `Detach`, `Commit`, `Release`, `Trim`,
-`Touch`, `Abandon`, `Outcome`, `Quiesced` and `Bye`; every other message of a client is answered,
-errors included.
+`Touch`, `Abandon`, `Outcome`, `Devices`, `Quiesced` and `Bye`; every other message of a client is
+answered, errors included.
 Rule 3: nothing is executed or trusted. Bad input closes that session and nothing else.
 """
 
@@ -20,17 +20,20 @@ from tierkv.errors import ProtocolError
 from tierkv.types import BlockKey
 
 VERSION_MIN = 2
-VERSION_MAX = 2
+VERSION_MAX = 3
+VERSION_DEVICES = 3  # the first one with `Devices`
 MESSAGE_BYTES_MAX = 16 << 20
 KEYS_MAX = 65_536
 KEY_BYTES_MAX = 65
 LEASES_MAX = 16_384
 TIERS_MAX = 8
+RANKS_MAX = 1024
+TEXT_MAX = 1024
 AGE_MAX_S = 1e10  # some 300 years
 
 Seq = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-Text = Annotated[str, msgspec.Meta(max_length=1024)]
+Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=KEYS_MAX * KEY_BYTES_MAX)]
 KeyBytes = Annotated[int, msgspec.Meta(ge=2, le=KEY_BYTES_MAX)]
@@ -153,6 +156,26 @@ class Outcome(_Message, frozen=True):
     computed: Count
 
 
+class Device(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How one rank's copies are made; see `tierkv.device.base.CopyFacts`. Sizes in bytes."""
+
+    rank: Count
+    device: Text
+    rung: Text
+    registered: Count
+    pool: Count
+    staging: Count
+    device_bytes: Count
+    problem: Text
+
+
+class Devices(_Message, frozen=True):
+    """How all ranks of the engine copy, for statistics; replaces what was told before."""
+
+    seq: Seq
+    ranks: Annotated[list[Device], msgspec.Meta(max_length=RANKS_MAX)]
+
+
 class Quiesced(_Message, frozen=True):
     """The engine knows the generation and has nothing in flight from an older one."""
 
@@ -193,7 +216,7 @@ class Purge(_Message, frozen=True):
 
 Request = (
     Hello | Attach | Detach | Lookup | Reserve | Commit | Release | Trim | Touch | Abandon | Outcome
-    | Quiesced | Bye | Ping | Stats | Check | Purge
+    | Devices | Quiesced | Bye | Ping | Stats | Check | Purge
 )  # fmt: skip
 
 

@@ -60,6 +60,7 @@ class Counts:
     stream_synchronizations: int
     event_synchronizations: int
     device_synchronizations: int
+    main_thread_waits: int
     registrations: int
     unregistrations: int
     refused_registrations: int
@@ -71,10 +72,14 @@ class Counts:
     registered_bytes: int
     waiting_at_gates: int
     waiting_for_events: int
+    waiting_for_streams: int
 
     @property
     def host_waits(self) -> int:
-        """Calls in which the host waited for the device."""
+        """Calls in which the host waited for the device, or would have if it had been busy.
+
+        `main_thread_waits` are those that the main thread of the process made.
+        """
         return (
             self.stream_synchronizations
             + self.event_synchronizations

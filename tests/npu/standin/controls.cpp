@@ -1,4 +1,7 @@
 // What tests may set, what is counted, and which failures they ordered.
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -48,6 +51,7 @@ constexpr const char* kCounters[] = {
     "stream_synchronizations",
     "event_synchronizations",
     "device_synchronizations",
+    "main_thread_waits",
     "registrations",
     "unregistrations",
     "refused_registrations",
@@ -59,6 +63,7 @@ constexpr const char* kCounters[] = {
     "registered_bytes",
     "waiting_at_gates",
     "waiting_for_events",
+    "waiting_for_streams",
 };
 static_assert(sizeof kCounters / sizeof kCounters[0] == static_cast<size_t>(Counter::kCount));
 
@@ -98,6 +103,11 @@ int index_of_setting(const char* name) {
 int64_t setting(Setting which) { return values().settings[static_cast<size_t>(which)]; }
 
 void count(Counter which, int64_t by) { values().counters[static_cast<size_t>(which)] += by; }
+
+void count_wait(Counter which) {
+  count(which);
+  if (syscall(SYS_gettid) == getpid()) count(Counter::kMainThreadWaits);
+}
 
 int64_t counted(Counter which) { return values().counters[static_cast<size_t>(which)]; }
 

@@ -149,7 +149,7 @@ void run_in_stream(Stream& stream, const Copy& copy) {
 aclError submit(Stream& stream, const Copy& copy) {
   if (const aclError error = submission_faults().next(copy.way)) return error;
   if (copy.is_pageable) {
-    count(Counter::kBlockingCopies);
+    count_wait(Counter::kBlockingCopies);
     if (const aclError error = stream.synchronize()) return error;
     return move_bytes(copy);
   }
@@ -344,7 +344,7 @@ STANDIN_API aclError aclrtMemcpy(void* target, size_t room, const void* source, 
   Copy copy{};
   if (const aclError error = plan(target, room, source, bytes, &copy)) return error;
   if (!kind_fits(kind, copy.way)) return ACL_ERROR_RT_PARAM_INVALID;
-  count(Counter::kBlockingCopies);
+  count_wait(Counter::kBlockingCopies);
   return move_bytes(copy);
 }
 

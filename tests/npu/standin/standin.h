@@ -82,6 +82,7 @@ enum class Counter : int {
   kStreamSynchronizations,
   kEventSynchronizations,
   kDeviceSynchronizations,
+  kMainThreadWaits,  // of these and of blocking copies, those that the main thread made
   kRegistrations,
   kUnregistrations,
   kRefusedRegistrations,
@@ -94,12 +95,17 @@ enum class Counter : int {
   kRegisteredBytes,
   kWaitingAtGates,
   kWaitingForEvents,  // streams that stand before an event
+  kWaitingForStreams,  // threads of the host that stand in a stream's synchronisation
   kCount,
 };
 constexpr Counter kFirstState = Counter::kDeviceBytesInUse;
 
 void count(Counter which, int64_t by = 1);
 int64_t counted(Counter which);
+
+// Counts a call in which the host waits for the device, whether or not there is anything to wait
+// for, and whether the main thread makes it.
+void count_wait(Counter which);
 
 // Counts a violation and keeps its text.
 void violate(const std::string& text);

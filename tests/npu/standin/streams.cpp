@@ -187,11 +187,16 @@ aclError Stream::synchronize(int32_t timeout_ms) {
   std::unique_lock<std::mutex> hold(mutex_);
   const uint64_t last = pushed_;
   const auto is_over = [this, last] { return ended_ >= last; };
+  // Counted only now: what a test pushes once it sees the count is not waited for.
+  count(Counter::kWaitingForStreams);
+  bool is_in_time = true;
   if (timeout_ms < 0) {
     changed_.wait(hold, is_over);
-  } else if (!changed_.wait_for(hold, std::chrono::milliseconds(timeout_ms), is_over)) {
-    return ACL_ERROR_RT_STREAM_SYNC_TIMEOUT;
+  } else {
+    is_in_time = changed_.wait_for(hold, std::chrono::milliseconds(timeout_ms), is_over);
   }
+  count(Counter::kWaitingForStreams, -1);
+  if (!is_in_time) return ACL_ERROR_RT_STREAM_SYNC_TIMEOUT;
   return std::exchange(error_, ACL_SUCCESS);
 }
 
@@ -282,7 +287,7 @@ STANDIN_API aclError aclrtDestroyStreamForce(aclrtStream stream) {
 }
 
 STANDIN_API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t timeout_ms) {
-  count(Counter::kStreamSynchronizations);
+  count_wait(Counter::kStreamSynchronizations);
   return stream_of(stream).synchronize(timeout_ms);
 }
 
@@ -298,7 +303,7 @@ STANDIN_API aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus* sta
 }
 
 STANDIN_API aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
-  count(Counter::kDeviceSynchronizations);
+  count_wait(Counter::kDeviceSynchronizations);
   if (current_device() < 0) return ACL_ERROR_RT_CONTEXT_NULL;
   aclError first = ACL_SUCCESS;
   for (Stream* stream : streams_of(current_device())) {
@@ -351,7 +356,7 @@ STANDIN_API aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) 
 }
 
 STANDIN_API aclError aclrtSynchronizeEvent(aclrtEvent event) {
-  count(Counter::kEventSynchronizations);
+  count_wait(Counter::kEventSynchronizations);
   const auto mark = event_of(event).latest();
   if (mark != nullptr) mark->wait();
   return event_of(event).error();

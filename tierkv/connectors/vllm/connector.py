@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -23,13 +23,17 @@ from tierkv.connectors.vllm.scheduler import SchedulerHalf
 from tierkv.connectors.vllm.worker import WorkerHalf
 from tierkv.core.extents import slots_in
 from tierkv.device.base import CopyEngine
-from tierkv.device.cpu import create_cpu_engine
+from tierkv.device.facts import CopyFacts
+from tierkv.device.select import create_copy_engine
 from tierkv.errors import ConfigError, LayoutMismatchError, TierKVError
 from tierkv.pool import pool_path
 from tierkv.service.client import Attachment, Client
 from tierkv.service.launcher import start_daemon
 from tierkv.types import RankGeometry, slot_bytes_of
 from tierkv.units import approximate_size
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +76,7 @@ class TierKVConnector(KVConnectorBase_V1):
         self._slot_bytes = 0
         self._rank_offsets: tuple[int, ...] = ()
         self._is_private = False
+        self._devices: dict[int, CopyFacts] = {}
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler(transfer)
         else:
@@ -80,15 +85,15 @@ class TierKVConnector(KVConnectorBase_V1):
     def _refuse(self, transfer: Any) -> None:
         groups = self._kv_cache_config.kv_cache_groups
         if len(groups) != 1:
-            kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+            listed = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
             raise LayoutMismatchError(
-                f"this model has {len(groups)} KV cache groups ({kinds}); TierKV serves models "
+                f"this model has {len(groups)} KV cache groups ({listed}); TierKV serves models "
                 "with one group of full attention for now"
             )
-        spec = groups[0].kv_cache_spec
-        if type(spec).__name__ not in ("FullAttentionSpec", "MLAAttentionSpec"):
+        kinds = compat.unsupported_kinds(groups[0].kv_cache_spec)
+        if kinds:
             raise LayoutMismatchError(
-                f"{type(spec).__name__} is not supported yet; TierKV serves full attention and MLA"
+                f"{', '.join(kinds)} is not supported yet; TierKV serves full attention and MLA"
             )
         self._refuse_context_parallelism()
         is_failing = not compat.is_recompute(transfer)
@@ -138,14 +143,15 @@ class TierKVConnector(KVConnectorBase_V1):
             self.engine_id,
             pool_path(node.dram.directory, socket),
             socket.parent,
-            copies=self.make_copy_engine(),
+            make_copies=self.make_copy_engine,
             is_layerwise_store=self.config.engine.store_mode == "layerwise",
             rank=_rank_index(),
+            fences_early=compat.writes_before_fence(self._vllm_config, self._kv_cache_config),
         )
 
-    def make_copy_engine(self) -> CopyEngine:
+    def make_copy_engine(self, device: torch.device) -> CopyEngine:
         """The copy engine of this worker's device; a subclass may wrap it."""
-        return create_cpu_engine()
+        return create_copy_engine(device)
 
     @property
     def scheduler_half(self) -> SchedulerHalf:
@@ -160,13 +166,8 @@ class TierKVConnector(KVConnectorBase_V1):
     # ---- worker --------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        kinds = {t.device.type for t in kv_caches.values() if hasattr(t, "device")} - {"cpu"}
-        if kinds:
-            raise LayoutMismatchError(
-                f"the KV cache lies on {', '.join(sorted(kinds))}; this version of TierKV copies "
-                "CPU devices only"
-            )
-        self.worker_half.register(kv_caches, self._kv_cache_config.num_blocks)
+        pages = compat.page_sizes(self._kv_cache_config)
+        self.worker_half.register(kv_caches, self._kv_cache_config.num_blocks, pages)
         self.worker_half.set_engine_blocks(self._sizes.engine_blocks)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -250,13 +251,20 @@ class TierKVConnector(KVConnectorBase_V1):
                 "block hashes of %s have a random root in this process, so this engine shares "
                 "nothing; use sha256 or set PYTHONHASHSEED", algorithm,
             )  # fmt: skip
-        self._is_private = weights is None or not is_shared
+        has_own_scales = bool(getattr(self._vllm_config.cache_config, "calculate_kv_scales", False))
+        if has_own_scales:
+            logger.warning(
+                "calculate_kv_scales: each engine has scales of its own, so this one shares "
+                "nothing; use a checkpoint with scales"
+            )
+        self._is_private = weights is None or not is_shared or has_own_scales
         self._facts = identity.namespace_facts(
             self._vllm_config,
             geometries,
             block_tokens=self._sizes.block,
             weights=weights or "unknown",
             hash_seed=seed,
+            scales=compat.quantisation(self._kv_cache_config),
         )
         self._attach(identity.new_epoch() if self._is_private else None, START_WAIT_S)
 
@@ -304,6 +312,9 @@ class TierKVConnector(KVConnectorBase_V1):
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self.scheduler_half.take_report(report)
+            if report.devices:
+                self._devices.update(report.devices)
+                self.scheduler_half.client.say_devices(self._devices)
 
     def request_finished(
         self, request: Any, block_ids: list[int]

@@ -103,8 +103,13 @@ def namespace_facts(
     block_tokens: int,
     weights: str,
     hash_seed: str,
+    scales: str,
 ) -> dict[str, object]:
-    """Everything that makes bytes interchangeable, as plain values."""
+    """Everything that makes bytes interchangeable, as plain values.
+
+    Args:
+        scales: how KV values are quantised and where their scales lie.
+    """
     model, cache, parallel = (
         vllm_config.model_config,
         vllm_config.cache_config,
@@ -117,7 +122,7 @@ def namespace_facts(
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": str(cache.cache_dtype),
-        "kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
+        "kv_scales": [scales, bool(getattr(cache, "calculate_kv_scales", False))],
         "tp": parallel.tensor_parallel_size,
         "pp": parallel.pipeline_parallel_size,
         "pcp": getattr(parallel, "prefill_context_parallel_size", 1),

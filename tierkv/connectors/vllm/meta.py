@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from tierkv.device.facts import CopyFacts
 from tierkv.device.layout import Pages
 
 NO_GENERATION = -1  # of a plan that must fail: no pool has it
@@ -68,11 +69,13 @@ class WorkerReport(KVConnectorWorkerMetadata):
         stored: write lease -> (ranks that reported, per block whether all of them stored it).
         loaded: read lease -> (ranks that reported, whether all of them loaded everything).
         load_failures: per rank, load failures so far.
+        devices: per rank how its copies are made, if that changed.
     """
 
     stored: dict[int, tuple[int, list[bool]]] = field(default_factory=dict)
     loaded: dict[int, tuple[int, bool]] = field(default_factory=dict)
     load_failures: dict[int, int] = field(default_factory=dict)
+    devices: dict[int, CopyFacts] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport), "reports of one connector"
@@ -84,6 +87,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             count, was_ok = self.loaded.get(lease, (0, True))
             self.loaded[lease] = (count + ranks, was_ok and is_ok)
         self.load_failures.update(other.load_failures)
+        self.devices.update(other.devices)
         return self
 
 
