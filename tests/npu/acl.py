@@ -15,6 +15,7 @@ from tests.npu.standin import LIBRARY, Way
 PINNED = 0x10000000  # ACL_HOST_REG_PINNED
 HOST, DEVICE = 0, 1  # ACL_MEM_LOCATION_TYPE_*
 KINDS = {Way.TO_DEVICE: 1, Way.TO_HOST: 2, Way.ON_DEVICE: 3}  # ACL_MEMCPY_*
+GLOBAL, RELAXED = 0, 2  # ACL_MODEL_RI_CAPTURE_MODE_*
 NO_INDEX = ctypes.c_size_t(-1).value  # SIZE_MAX: the failure is not that of one copy
 
 
@@ -41,6 +42,7 @@ _PROTOTYPES = {
     "aclrtHostRegisterV2": (_pointer, ctypes.c_uint64, ctypes.c_uint32),
     "aclrtHostUnregister": (_pointer,),
     "aclrtSetDevice": (ctypes.c_int32,),
+    "aclmdlRICaptureThreadExchangeMode": (ctypes.POINTER(ctypes.c_int),),
 }
 
 
@@ -66,6 +68,12 @@ class Acl:
 
     def unregister(self, address: int) -> int:
         return self.library.aclrtHostUnregister(address)
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Set this thread's mode; the one before."""
+        value = ctypes.c_int(mode)
+        assert self.library.aclmdlRICaptureThreadExchangeMode(ctypes.byref(value)) == 0
+        return value.value
 
     def set_device(self, device: int) -> int:
         return self.library.aclrtSetDevice(device)

@@ -291,6 +291,28 @@ def test_a_fast_copy_stays_behind_a_slow_one_of_its_direction(standin):
     engine.abandon(pool.address, pool.size)
 
 
+def test_a_blocking_copy_stays_behind_a_fast_one_of_its_direction(standin):
+    """Both load into one block, the fast one as the last of four; only one pool is registered."""
+    suite = TestNpu()
+    engine = AcceleratorCopyEngine(torch.device(TestNpu.device), NpuHooks(0), staging_bytes=0)
+    tensors, layout, pool, slot = suite.world(key_only)
+    other = HostPool(pool.size)
+    pool.bytes[:], other.bytes[:] = 1, 2
+    engine.adopt(pool.address, pool.size, threading.Event())
+    suite.fill(tensors, 1)
+    standin.set(latency_to_device_us=10_000)
+    first = engine.submit(
+        Direction.LOAD, suite.pages(layout, pool, slot, [0, 2, 6, 4], [0, 2, 4, 6])
+    )
+    last = engine.submit(Direction.LOAD, suite.pages(layout, other, slot, [4], [6]))
+    suite.end(first)
+    suite.end(last)
+    assert suite.get(tensors["l0"])[[0, 4]].flatten(1).unique(dim=1).tolist() == [[1], [2]]
+    assert dict(engine.rungs) == {"batch": 1, "blocking": 1}
+    engine.close()
+    engine.abandon(pool.address, pool.size)
+
+
 def test_a_mapping_is_abandoned_when_its_copies_have_ended(standin):
     """What the stand-in calls a violation else: unregistering memory under a copy."""
     suite = TestNpu()
@@ -317,6 +339,19 @@ def test_a_mapping_is_abandoned_when_its_copies_have_ended(standin):
     again = engine.submit(Direction.STORE, suite.pages(layout, pool, slot, [4], [2]))
     suite.end(again)
     assert dict(engine.rungs) == {"batch": 1, "blocking": 1}
+    engine.close()
+
+
+def test_the_pool_is_registered_and_given_up_beside_a_graph_capture(standin):
+    """An engine captures its graphs while the pool is still being registered."""
+    engine = AcceleratorCopyEngine(torch.device(TestNpu.device), NpuHooks(0), staging_bytes=0)
+    pool, before = HostPool(1 << 20), standin.counts()
+    standin.set(graph_is_captured=1)
+    engine.adopt(pool.address, pool.size, threading.Event())
+    assert engine.rung == "batch"
+    engine.abandon(pool.address, pool.size)
+    changes = standin.counts().since(before)
+    assert (changes["registrations"], changes["unregistrations"]) == (1, 1)
     engine.close()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.npu.acl import NO_INDEX, PINNED, Acl, Batch
+from tests.npu.acl import GLOBAL, NO_INDEX, PINNED, RELAXED, Acl, Batch
 from tests.npu.memory import Mapping, aligned_on_device, dice
 from tests.npu.standin import REGISTRATIONS, Code, Way
 from tests.processes import wait_for
@@ -433,6 +433,36 @@ def test_unregistering_after_the_copies_is_none(scene, standin, acl):
     scene.end().synchronize()
     assert acl.unregister(scene.pool.address) == Code.OK
     assert standin.counts().violations == 0
+
+
+# ---- graph capture -----------------------------------------------------------------------------
+
+
+def test_during_a_capture_some_calls_are_refused_and_spoil_it(scene, standin, acl):
+    mapping = Mapping(SIZE)
+    standin.set(graph_is_captured=1)
+    codes = [
+        acl.register(mapping.address, SIZE),
+        acl.unregister(scene.pool.address),
+        acl.copy(Way.TO_HOST, scene.pool.address, scene.kv.data_ptr(), PAGE),
+    ]
+    assert codes == [Code.CAPTURING] * 3
+    assert standin.counts().violations == 3
+    standin.reset()  # expected here
+
+
+def test_a_thread_may_stay_outside_of_a_capture(scene, standin, acl):
+    mapping = Mapping(SIZE)
+    standin.set(graph_is_captured=1)
+    assert acl.exchange_capture_mode(RELAXED) == GLOBAL
+    assert acl.register(mapping.address, SIZE) == Code.OK
+    assert acl.unregister(mapping.address) == Code.OK
+    seen: list[int] = []
+    thread = threading.Thread(target=lambda: seen.append(acl.exchange_capture_mode(RELAXED)))
+    thread.start()
+    thread.join()
+    assert seen == [GLOBAL], "each thread has a mode of its own"
+    assert acl.exchange_capture_mode(GLOBAL) == RELAXED
 
 
 # ---- the controls themselves -------------------------------------------------------------------

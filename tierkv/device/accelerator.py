@@ -111,7 +111,7 @@ class AcceleratorCopyEngine:
         self.rungs: Counter[str] = Counter()
         self._hooks = hooks
         self._has_batch = hooks.has_batch
-        self._problem = ""
+        self._problem = "" if hooks.has_batch else "the driver has no batched copies"
         self._refusals = 0  # copies refused in a row; REFUSALS_MAX for good
         self._registration = Registration(hooks, self._settle)
         self._streams = {direction: _make_stream(device) for direction in Direction}

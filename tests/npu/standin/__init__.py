@@ -34,6 +34,7 @@ class Code(IntEnum):
     BAD_ARGUMENTS = 100000  # found before the runtime proper is asked
     INVALID = 107000  # addresses, sizes, places or flags
     NO_CONTEXT = 107002  # this thread has not set a device
+    CAPTURING = 107030
     NOT_SUPPORTED = 207000
     NO_MEMORY = 207001
     DMA_FAILED = 507013
@@ -157,6 +158,8 @@ class StandIn:
         register_call_max, register_total_max: bytes of one registration, of all together.
         register_delay_us: what a registration takes.
         errors_show_in_queries: 1 if failed copies show in queries and event waits, too.
+        graph_is_captured: 1 as if some thread captured a graph: registrations and blocking copies
+            of threads whose mode is not "relaxed" are refused, and are violations.
         """
         for name, value in settings.items():
             known = self.library.standin_set(name.encode(), value) == 0

@@ -34,6 +34,7 @@ constexpr Named kSettings[] = {
     {"register_total_max", 0},
     {"register_delay_us", 0},
     {"errors_show_in_queries", 0},
+    {"graph_is_captured", 0},
 };
 static_assert(sizeof kSettings / sizeof kSettings[0] == static_cast<size_t>(Setting::kCount));
 

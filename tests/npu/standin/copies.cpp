@@ -344,6 +344,7 @@ STANDIN_API aclError aclrtMemcpy(void* target, size_t room, const void* source, 
   Copy copy{};
   if (const aclError error = plan(target, room, source, bytes, &copy)) return error;
   if (!kind_fits(kind, copy.way)) return ACL_ERROR_RT_PARAM_INVALID;
+  if (const aclError error = check_capture("aclrtMemcpy")) return error;
   count_wait(Counter::kBlockingCopies);
   return move_bytes(copy);
 }

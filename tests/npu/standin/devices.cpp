@@ -16,6 +16,7 @@ constexpr size_t kRuntimeRoom = 32;  // the real runtime allocates this much mor
 constexpr int kUninitialised = 0xAB;
 
 thread_local int t_device = -1;
+thread_local aclmdlRICaptureMode t_capture_mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
 
 // A context is no more than the device it belongs to.
 struct Context {
@@ -86,6 +87,13 @@ bool map_device(size_t bytes, char** start, DeviceRange* range) {
 
 int current_device() { return t_device; }
 
+aclError check_capture(const char* call) {
+  if (setting(Setting::kGraphIsCaptured) == 0) return ACL_SUCCESS;
+  if (t_capture_mode == ACL_MODEL_RI_CAPTURE_MODE_RELAXED) return ACL_SUCCESS;
+  violate(std::string(call) + " during a graph capture");
+  return ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT;
+}
+
 std::optional<Location> locate(const void* address, size_t bytes) {
   auto* first = static_cast<char*>(const_cast<void*>(address));
   Memory& all = memory();
@@ -150,6 +158,11 @@ STANDIN_API aclError aclrtGetDevice(int32_t* device) {
 }
 
 STANDIN_API aclError aclrtResetDevice(int32_t) { return ACL_SUCCESS; }
+
+STANDIN_API aclError aclmdlRICaptureThreadExchangeMode(aclmdlRICaptureMode* mode) {
+  std::swap(t_capture_mode, *mode);
+  return ACL_SUCCESS;
+}
 
 STANDIN_API aclError aclrtGetPrimaryCtxState(int32_t, uint32_t* flags, int32_t* is_active) {
   if (flags != nullptr) *flags = 0;

@@ -33,6 +33,7 @@ aclError check_limits(uint64_t bytes) {
 aclError register_host(void* start, uint64_t bytes, uint32_t flags) {
   if (const aclError error = check_arguments(start, bytes, flags)) return error;
   if (current_device() < 0) return ACL_ERROR_RT_CONTEXT_NULL;
+  if (const aclError error = check_capture("aclrtHostRegisterV2")) return error;
   gate_of_registrations().pass();
   const int64_t us = setting(Setting::kRegisterDelayUs);
   if (us > 0) std::this_thread::sleep_for(std::chrono::microseconds(us));
@@ -49,6 +50,7 @@ aclError register_host(void* start, uint64_t bytes, uint32_t flags) {
 
 using namespace standin;
 
+// That a capture forbids these two is a guess; that it forbids aclrtMemcpy is documented.
 STANDIN_API aclError aclrtHostRegisterV2(void* start, uint64_t bytes, uint32_t flags) {
   const aclError error = register_host(start, bytes, flags);
   count(error == ACL_SUCCESS ? Counter::kRegistrations : Counter::kRefusedRegistrations);
@@ -58,6 +60,7 @@ STANDIN_API aclError aclrtHostRegisterV2(void* start, uint64_t bytes, uint32_t f
 STANDIN_API aclError aclrtHostUnregister(void* start) {
   if (start == nullptr) return ACL_ERROR_RT_PARAM_INVALID;
   if (current_device() < 0) return ACL_ERROR_RT_CONTEXT_NULL;
+  if (const aclError error = check_capture("aclrtHostUnregister")) return error;
   size_t bytes = 0;
   if (!remove_registered(static_cast<char*>(start), &bytes)) {
     return ACL_ERROR_HOST_MEMORY_NOT_REGISTERED;

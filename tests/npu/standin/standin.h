@@ -62,6 +62,7 @@ enum class Setting : int {
   kRegisterTotalMax,      // bytes that may be registered at a time
   kRegisterDelayUs,       // what a registration takes
   kErrorsShowInQueries,   // 1: failed copies show in queries and event waits, too
+  kGraphIsCaptured,       // 1: as while some thread of this process captures a graph
   kCount,
 };
 
@@ -147,6 +148,10 @@ struct Location {
 
 // Where a range of bytes lies. Nothing if it begins in known memory and ends outside.
 std::optional<Location> locate(const void* address, size_t bytes);
+
+// The error of a call that a graph capture does not allow in this thread now, or 0. Such a call also
+// spoils the capture, so it counts as a violation.
+aclError check_capture(const char* call);
 
 // Both return false if the range overlaps a known one, or is not known as registered.
 bool add_registered(char* start, size_t bytes);

@@ -96,6 +96,18 @@ def _model_facts(model_config: Any) -> str:
     return json.dumps(tree, sort_keys=True, default=str)
 
 
+def _attention_facts(vllm_config: Any) -> str:
+    """What may order the bytes of a page otherwise without a trace in its dtype and shape.
+
+    Hardware plug-ins keep such switches in `additional_config`, which is theirs alone to read; so
+    all of it counts, and two engines that differ in anything there share nothing.
+    """
+    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    extra = getattr(vllm_config, "additional_config", None) or {}
+    extra = extra if isinstance(extra, Mapping) else repr(extra)
+    return json.dumps([str(backend), extra], sort_keys=True, default=str)
+
+
 def namespace_facts(
     vllm_config: Any,
     geometries: list[WorkerGeometry],
@@ -122,6 +134,8 @@ def namespace_facts(
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": str(cache.cache_dtype),
+        "device": str(getattr(vllm_config.device_config, "device_type", "")),
+        "attention": _attention_facts(vllm_config),
         "kv_scales": [scales, bool(getattr(cache, "calculate_kv_scales", False))],
         "tp": parallel.tensor_parallel_size,
         "pp": parallel.pipeline_parallel_size,
