@@ -170,6 +170,13 @@ def test_targets_of_an_environment_that_fail_without_a_mutant_prove_nothing(proj
     assert project.outcomes(output) == {}
 
 
+def test_mutants_of_that_environment_are_left_out_only_if_told_and_aloud(project):
+    status, output = project.run(ON_MAIN, ON_NPU, options=("--skip-npu", "no compiler"))
+    assert status == 0
+    assert "skipped: 1 mutants that need torch-npu: no compiler" in output
+    assert "1 of 1 mutants killed" in output
+
+
 @pytest.mark.parametrize(
     ("missing", "message"),
     [

@@ -476,6 +476,41 @@ def test_the_engines_page_size_tells_split_blocks_from_spare_rows():
     assert padded.page_bytes == 32
 
 
+@pytest.mark.parametrize(
+    ("rows", "page"),
+    [
+        (19, PageSize(64, 64)),  # two rows per block and three to spare
+        (16, PageSize(64, 64)),
+    ],
+)
+def test_spare_rows_behind_split_blocks_stay_unused(rows, page):
+    (layer,) = describe_layers({"one": torch.zeros(rows, 8)}, 8, {"one": page})
+    assert (layer.page_bytes, layer.block_stride) == (64, 64)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "page"),
+    [
+        (torch.zeros(12, 8), PageSize(64, 64)),  # neither 8 blocks of two rows nor 8 rows
+        (torch.zeros(16, 8), PageSize(48, 64)),  # one row and a half, or two
+        (torch.zeros(7, 8), PageSize(32, 32)),
+        (torch.zeros(12, 8), None),
+        ((torch.zeros(8, 8), torch.zeros(16, 8)), None),
+        ((torch.zeros(8, 8), torch.zeros(16, 8)), PageSize(64, 64)),
+        (torch.zeros(8, 0), None),
+    ],
+)
+def test_rows_that_may_be_read_in_two_ways_are_refused(tensors, page):
+    pages = None if page is None else {"one": page}
+    with pytest.raises(LayoutMismatchError, match=r"layer one: .* rows"):
+        describe_layers({"one": tensors}, 8, pages)
+
+
+def test_a_page_may_hold_more_than_the_tensors():
+    (layer,) = describe_layers({"one": torch.zeros(8, 8)}, 8, {"one": PageSize(64, 64)})
+    assert (layer.page_bytes, layer.block_stride) == (32, 32)
+
+
 def test_more_bytes_than_the_engine_counts_are_refused():
     with pytest.raises(LayoutMismatchError, match=r"layer one: 32 bytes per block, .* counts 16"):
         describe_layers({"one": torch.zeros(8, 8)}, 8, {"one": PageSize(16, 16)})

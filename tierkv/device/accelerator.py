@@ -194,7 +194,7 @@ class AcceleratorCopyEngine:
             stream = self._streams[direction]
             stream.wait_event(mark)
             verdict = None if self._hooks.events_tell_failures else judge.open()
-            kept: list[object] = []
+            kept: list[object] = verdict.kept if verdict is not None else []
             is_queued = self._queue(direction, self._registration.split(copies), stream, kept)
             end = torch.Event(device=self.device)
             end.record(stream)

@@ -19,9 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 class Mark:
-    """Copies of one submission, open until the judge has spoken."""
+    """Copies of one submission, open until the judge has spoken.
+
+    Attributes:
+        kept: lives until then, whoever forgets the event of the copies.
+    """
 
     def __init__(self) -> None:
+        self.kept: list[object] = []
         self._ended = threading.Event()
         self._has_failed = False
 
@@ -45,6 +50,7 @@ class Mark:
 
     def end(self) -> None:
         """Nothing of it runs any more. Called by the judge."""
+        self.kept.clear()
         self._ended.set()
 
 

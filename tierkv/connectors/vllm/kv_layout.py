@@ -93,7 +93,13 @@ def _describe_layer(
     name: str, cache: KvCache, blocks: int, page: PageSize | None
 ) -> list[LayerLayout]:
     tensors = _tensors_of(name, cache, blocks)
-    rows = min(tensor.shape[0] for tensor in tensors.values())
+    counts = sorted({tensor.shape[0] for tensor in tensors.values()})
+    if len(counts) > 1:
+        raise LayoutMismatchError(
+            f"layer {name}: its tensors have {counts[0]} and {counts[-1]} rows; "
+            "this KV cache layout is not supported yet"
+        )
+    rows = counts[0]
     row_bytes = sum(_content_bytes(tensor) for tensor in tensors.values())
     split = _rows_per_block(name, rows, row_bytes, blocks, page)
     if page is not None and row_bytes * split > page.padded:
@@ -134,16 +140,21 @@ def _tensors_of(name: str, cache: KvCache, blocks: int) -> dict[str, torch.Tenso
 def _rows_per_block(
     name: str, rows: int, row_bytes: int, blocks: int, page: PageSize | None
 ) -> int:
-    """How many rows of the tensors make a block of the block manager."""
+    """How many rows of the tensors make a block of the block manager.
+
+    Where shapes and page size leave two readings, it is neither: the wrong one is another block.
+    """
     if blocks > 0 and row_bytes > 0:
-        split = rows // blocks if page is None else page.payload // row_bytes
-        is_whole = page is None or split * row_bytes == page.payload
-        if split > 1 and rows == blocks * split and is_whole:
-            return split
-        if rows == blocks or (page is not None and rows > blocks):
-            return 1
+        if page is None:
+            if rows % blocks == 0 and rows:
+                return rows // blocks
+        elif page.payload % row_bytes == 0 and rows >= blocks * (page.payload // row_bytes):
+            return page.payload // row_bytes
+        elif rows == blocks or (rows > blocks and 2 * row_bytes > page.padded):
+            return 1  # the page holds something beside these tensors
+    told = f"; the engine counts {page.payload} bytes per block" if page is not None else ""
     raise LayoutMismatchError(
-        f"layer {name}: first dimension {rows} is no multiple of {blocks} blocks; "
+        f"layer {name}: {rows} rows of {row_bytes} bytes are no {blocks} blocks{told}; "
         "this KV cache layout is not supported yet"
     )
 
