@@ -19,7 +19,16 @@ import pytest
 
 from tests.numa_trees import KIB, make_node, make_status
 from tierkv.errors import PoolError
-from tierkv.numa import Node, Placement, describe, nodes_for, place, read_nodes, where
+from tierkv.numa import (
+    Node,
+    Placement,
+    describe,
+    drop_own_policy,
+    nodes_for,
+    place,
+    read_nodes,
+    where,
+)
 from tierkv.pool import HEADER_BYTES, attach_pool, create_pool
 
 MIB = 1 << 20
@@ -45,6 +54,12 @@ def folder() -> Iterator[Path]:
     """A folder in a memory file system, where a file has a policy of its own."""
     with tempfile.TemporaryDirectory(prefix="tkv-numa-", dir=SHARED_MEMORY) as name:
         yield Path(name)
+
+
+@pytest.fixture(autouse=True)
+def no_policy():
+    """A vLLM that ran in this process has left its own, which a `local` pool would follow."""
+    drop_own_policy()
 
 
 def policies_of(path: Path) -> list[str]:
@@ -116,6 +131,27 @@ def test_the_nodes_that_a_mode_means(mode, nodes, cpus, expected):
 
 
 # ---- setting a policy --------------------------------------------------------------------------
+
+
+OWN_POLICY = """
+import ctypes, pathlib, platform
+from tierkv.numa import drop_own_policy
+def own():
+    lines = pathlib.Path("/proc/self/numa_maps").read_text().splitlines()
+    return {line.split()[1] for line in lines if "heap" in line.split()}
+number = {"x86_64": 238, "aarch64": 237}[platform.machine()]  # of set_mempolicy; 2 is bind
+mask = (ctypes.c_ulong * 2)(1, 0)
+code = ctypes.CDLL(None).syscall(number, 2, ctypes.byref(mask), ctypes.c_ulong(65))
+print(code, own(), drop_own_policy(), own())
+"""
+
+
+@needs_kernel
+def test_what_a_process_inherited_can_be_dropped():
+    done = subprocess.run(
+        [sys.executable, "-c", OWN_POLICY], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split("\n")[0] == "0 {'bind:0'} True {'default'}"
 
 
 @needs_kernel

@@ -34,8 +34,8 @@ _NODES_MAX = 4096  # more than any kernel can be built for
 _WORDS = _NODES_MAX // 64
 _SEED = 5
 _CALLS = {
-    "x86_64": {"mbind": 237, "get_mempolicy": 239, "move_pages": 279},
-    "aarch64": {"mbind": 235, "get_mempolicy": 236, "move_pages": 239},
+    "x86_64": {"mbind": 237, "set_mempolicy": 238, "get_mempolicy": 239, "move_pages": 279},
+    "aarch64": {"mbind": 235, "set_mempolicy": 237, "get_mempolicy": 236, "move_pages": 239},
 }
 _MODES = {"bind": 2, "interleave": 3}
 _NAMES = ("local", "preferred", "bind", "interleave", "local", "preferred_many",
@@ -183,6 +183,15 @@ def nodes_for(mode: str, nodes: Sequence[Node], cpus: Set[int]) -> tuple[Node, .
     if mode == "interleave":
         return tuple(node for node in nodes if node.cpus) or tuple(nodes)
     return ()
+
+
+def drop_own_policy() -> bool:
+    """Forget the policy of this thread, which every child inherits; whether the kernel did.
+
+    vLLM binds its workers' memory to their CPUs' node.
+    """
+    nowhere = ctypes.c_void_p(None)
+    return _call("set_mempolicy", None, ctypes.c_int(0), nowhere, ctypes.c_ulong(0)) == 0
 
 
 def place(

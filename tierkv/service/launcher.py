@@ -2,7 +2,7 @@
 
 vLLM kills every descendant of an engine at its end, so the daemon must be nobody's child: a small
 launcher process forks and exits, and the daemon starts in a session of its own, with the CPU
-affinity, niceness and OpenMP settings of the engine undone.
+affinity, memory policy, niceness and OpenMP settings of the engine undone.
 
 Run as ``python -m tierkv.service.launcher``; the configuration comes as JSON on standard input.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tierkv.config import NodeConfig
 from tierkv.errors import TierKVError
+from tierkv.numa import drop_own_policy
 from tierkv.pool import make_private
 
 logger = logging.getLogger(__name__)
@@ -76,9 +77,10 @@ def _open_log(path: Path) -> int:
 
 
 def _leave_the_engine() -> None:
-    """Undo what an engine does to its children: affinity and niceness."""
+    """Undo what an engine does to its children: affinity, memory policy and niceness."""
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    drop_own_policy()
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, 0)
     os.umask(0o077)
