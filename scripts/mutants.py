@@ -255,14 +255,20 @@ def main() -> int:
         print(f"skipped: {len(skipped)} mutants that need torch-npu: {arguments.skip_npu}")
     begin = time.monotonic()
     environments = environments_for(mutants, arguments.npu)
-    for environment in environments.values():
-        check_baseline(mutants, environment)
 
     def verdict_of(mutant: Mutant) -> Verdict:
         return try_mutant(mutant, arguments.limit, environments[mutant.environment])
 
     with ThreadPoolExecutor(WORKERS) as workers:
-        verdicts = list(workers.map(verdict_of, mutants))
+        baselines = [workers.submit(check_baseline, mutants, e) for e in environments.values()]
+        judged = [workers.submit(verdict_of, mutant) for mutant in mutants]
+        try:
+            for baseline in baselines:
+                baseline.result()
+        except SystemExit:
+            workers.shutdown(wait=False, cancel_futures=True)
+            raise
+        verdicts = [future.result() for future in judged]
     width = max(len(mutant.name) for mutant in mutants)
     for verdict in verdicts:
         print(f"{verdict.name:{width}}  {verdict.outcome:13}  {verdict.seconds:6.1f} s")
