@@ -39,6 +39,10 @@ SEED = 20261130
 WORD = 1_000  # tokens are below it
 
 
+class Attention:
+    """Of this name are the layers around which vLLM calls hooks."""
+
+
 class NotingConnector(TierKVConnector):
     """Keeps the copy engine where tests can ask it for its facts."""
 
@@ -103,6 +107,8 @@ def vllm_config(node: NodeConfig, model: Path, engine: dict[str, object]):
     )
     config = arguments.create_engine_config()
     config.cache_config.num_gpu_blocks = BLOCKS
+    for name in NAMES:
+        config.compilation_config.static_forward_context[name] = Attention()
     return config
 
 

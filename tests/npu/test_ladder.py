@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.npu.standin import Way
+from tests.npu.standin import REGISTRATIONS, Way
 from tests.npu.test_copies import World
+from tests.processes import WAIT_MAX_S, wait_for
 from tests.transfers import HostPool
 from tierkv.device.accelerator import REFUSALS_MAX, AcceleratorCopyEngine
 from tierkv.device.base import Descriptors, Direction
@@ -116,3 +117,77 @@ def test_a_blocking_copy_comes_after_the_asynchronous_ones_before_it(make, stand
     world.end(last)
     assert dict(world.engine.rungs) == {"batch": 1, "blocking": 1}
     assert (tensor.cpu() == 2).all()
+
+
+def test_a_staged_copy_that_fails_gives_all_its_pieces_back(make, standin):
+    """Also where events tell of the failure, as on CUDA; the other direction needs the pieces."""
+    world = make("staged", staging_bytes=1 << 16)  # pieces of 4 KiB
+    tensor = torch.empty(64 << 10, dtype=torch.uint8, device="npu:0")
+    whole = Descriptors(
+        *(np.array([n], np.int64) for n in (tensor.data_ptr(), world.pool.address, 64 << 10))
+    )
+    standin.set(errors_show_in_queries=1)
+    for _ in range(REFUSALS_MAX - 1):
+        standin.fail_copies(times=1, way=Way.TO_DEVICE)
+        event = world.engine.submit(Direction.LOAD, whole)
+        event.finish()
+        assert not event.is_ok
+    standin.set(errors_show_in_queries=0)
+    world.pool.bytes[: 64 << 10] = 3
+    world.end(world.engine.submit(Direction.LOAD, whole))
+    world.pool.bytes[: 64 << 10] = 0
+    world.end(world.engine.submit(Direction.STORE, whole))
+    assert (world.pool.bytes[: 64 << 10] == 3).all()
+    assert world.engine.rungs == {"staged": 2}
+
+
+def test_the_current_device_of_a_thread_stays_what_it_was(standin):
+    engine = AcceleratorCopyEngine(torch.device("npu:1"), NpuHooks(1), staging_bytes=0)
+    pool = HostPool(1 << 20)
+    tensor = torch.empty(4096, dtype=torch.uint8, device="npu:1")
+    torch.npu.set_device(0)
+    engine.adopt(pool.address, pool.size, threading.Event())
+    assert torch.npu.current_device() == 0
+    copies = Descriptors(
+        *(np.array([n], np.int64) for n in (tensor.data_ptr(), pool.address, 4096))
+    )
+    events = [engine.submit(Direction.STORE, copies)]
+    assert torch.npu.current_device() == 0
+    other = threading.Thread(target=lambda: events.append(engine.submit(Direction.STORE, copies)))
+    other.start()
+    other.join()
+    for event in events:
+        event.finish()
+        assert event.is_ok
+    engine.close()
+    engine.abandon(pool.address, pool.size)
+    assert torch.npu.current_device() == 0
+
+
+def test_an_engine_can_be_closed_while_its_registration_is_refused(make, standin):
+    """The thread that registers waits for the slow copies, whose thread is about to end."""
+    engine = AcceleratorCopyEngine(torch.device("npu:0"), NpuHooks(0), staging_bytes=1 << 16)
+    pool = HostPool(1 << 20)
+    tensor = torch.empty(4096, dtype=torch.uint8, device="npu:0")
+    copies = Descriptors(
+        *(np.array([n], np.int64) for n in (tensor.data_ptr(), pool.address, 4096))
+    )
+    standin.fail_registrations(times=1_000)
+    adopt = threading.Thread(
+        target=engine.adopt, args=(pool.address, pool.size, threading.Event()), daemon=True
+    )
+    close = threading.Thread(target=engine.close, daemon=True)
+    with standin.held(Way.TO_HOST):
+        event = engine.submit(Direction.STORE, copies)
+        with standin.held(REGISTRATIONS):
+            adopt.start()
+            wait_for(lambda: standin.counts().waiting_at_gates >= 2, what="the registration")
+            close.start()
+    event.finish()
+    close.join(WAIT_MAX_S)
+    adopt.join(WAIT_MAX_S)
+    assert not close.is_alive()
+    assert not adopt.is_alive()
+    late = engine.submit(Direction.STORE, copies)
+    late.finish()
+    assert not late.is_ok, "a closed engine copies nothing that needs its threads"

@@ -298,3 +298,20 @@ def test_two_workers_register_one_pool_and_read_each_others_blocks(make, node, s
     assert set(seen[0]["rungs"]) == {"batch"}
     assert seen[1] == {"registered": 0, "violations": 0}
     assert load_again(engine, prompt(2)) == [], "what the other process stored"
+
+
+def test_layers_are_not_stored_one_by_one_where_microbatches_call_their_hooks(node, standin):
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from tests.npu import engine as engines
+    from tierkv.errors import ConfigError
+
+    for mode in ("step", "layerwise"):
+        config = engines.vllm_config(node.config, MODEL, {"store_mode": mode})
+        config.parallel_config.ubatch_size = 2
+        arguments = (config, KVConnectorRole.SCHEDULER, engines.kv_cache_config())
+        if mode == "layerwise":
+            with pytest.raises(ConfigError, match=r"engine\.store_mode: .* --enable-dbo"):
+                engines.NotingConnector(*arguments)
+        else:
+            engines.NotingConnector(*arguments).shutdown()

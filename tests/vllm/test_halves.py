@@ -20,6 +20,7 @@ import torch
 from tests.processes import Node, wait_for
 from tests.vllm.gates import GatedEngine
 from tierkv.config import EngineConfig, TierConfig
+from tierkv.connectors.vllm import compat
 from tierkv.connectors.vllm.adapters import AdapterDigests
 from tierkv.connectors.vllm.identity import geometry_by_rank, namespace_of
 from tierkv.connectors.vllm.meta import (
@@ -95,7 +96,13 @@ class Engine:
     """
 
     def __init__(
-        self, node: Node, name: str, engine_blocks: int = 1, fences_early=False, **config
+        self,
+        node: Node,
+        name: str,
+        engine_blocks: int = 1,
+        fences_early: bool = False,
+        hookless: tuple[str, ...] = (),
+        **config,
     ) -> None:
         settings = {"swap_in_threshold": 0, "request_deadline": "5s", **config}
         self.client = Client(node.socket, name, deadline_s=5.0)
@@ -116,8 +123,8 @@ class Engine:
                 rank=rank,
                 fences_early=fences_early,
             )
-            worker.register({f"l{at}": store[at].view(BLOCKS, 1, PAGE) for at in range(LAYERS)},
-                            BLOCKS)  # fmt: skip
+            caches = {f"l{at}": store[at].view(BLOCKS, 1, PAGE) for at in range(LAYERS)}
+            worker.register(caches, BLOCKS, hookless=hookless)
             worker.set_engine_blocks(engine_blocks)
             self.workers.append(worker)
         part = LAYERS * PAGE * engine_blocks
@@ -514,6 +521,35 @@ def test_compute_waits_for_stores_where_blocks_are_written_before_the_fence(make
     engine.workers[0].end_forward()
     assert (gate.waits[Direction.STORE] > before) == fences_early
     assert plan.store.lease in engine.report_of(engine.workers[0]).stored
+
+
+@pytest.mark.parametrize(("hookless", "waits"), [((), 0), (("l1",), 1), (("l2", "l1"), 2)])
+def test_loads_of_layers_without_hooks_are_waited_for_before_the_forward(make, hookless, waits):
+    """The index of sparse attention is read without anybody asking for its load."""
+    engine = make(hookless=hookless)
+    warm_up(engine)
+    welcome, worker, gate = engine.client.welcome, engine.workers[0], engine.gates[0]
+    load = LoadPlan(1, welcome.generation, "r", Pages((3,), (0,), (0,)), is_async=False)
+    worker.begin_step(StepPlan(welcome.pool, welcome.generation, (0, 0), [load]))
+    worker.start_loads()
+    assert gate.waits[Direction.LOAD] == waits
+    worker.wait_for_layer("l0")
+    assert gate.waits[Direction.LOAD] == waits + 1
+    worker.end_forward()
+    assert worker.take_report().loaded == {1: (1, True)}
+
+
+def test_layers_around_which_vllm_calls_no_hook_are_known_by_their_class():
+    class Attention:
+        pass
+
+    class OfAPlugIn(Attention):
+        pass
+
+    layers = {"a": Attention(), "b": OfAPlugIn(), "index": object()}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    names = [*layers, "unknown"]
+    assert compat.hookless_layers(config, names) == {"index", "unknown"}
 
 
 def test_tails_behind_a_shared_prefix_are_stored_in_the_same_step(make):

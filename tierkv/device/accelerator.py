@@ -15,10 +15,11 @@ host; `blocking`, one blocking call after the other. Which one serves is tried, 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
 
@@ -28,9 +29,6 @@ from tierkv.device.hooks import DeviceCallError, DeviceHooks
 from tierkv.device.registration import Registration
 from tierkv.device.staging import SlowLane, StagedEvent, StagingRing
 from tierkv.device.verdict import Mark, StreamJudge
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +109,7 @@ class AcceleratorCopyEngine:
         self.rungs: Counter[str] = Counter()
         self._hooks = hooks
         self._has_batch = hooks.has_batch
+        self._threads = threading.local()  # those that have set their device
         self._problem = "" if hooks.has_batch else "the driver has no batched copies"
         self._refusals = 0  # copies refused in a row; REFUSALS_MAX for good
         self._registration = Registration(hooks, self._settle)
@@ -129,16 +128,27 @@ class AcceleratorCopyEngine:
 
     def adopt(self, address: int, size: int, stop: threading.Event) -> None:
         """Make a mapping of the pool fast. Blocks; run it in the background."""
-        torch.accelerator.set_device_index(self.device.index or 0)
-        with self._hooks.outside_capture():
+        with self._on_device(), self._hooks.outside_capture():
             self._registration.register(address, size, stop)
         logger.info("copies of %s: rung=%s", self.device, self.rung)
 
     def abandon(self, address: int, size: int) -> None:
         """Forget a mapping that is about to go. Waits until no copy of it is running."""
-        torch.accelerator.set_device_index(self.device.index or 0)
-        with self._hooks.outside_capture():
+        with self._on_device(), self._hooks.outside_capture():
             self._registration.unregister(address, size)
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """The engine's device is the thread's current one inside; drivers go by that."""
+        before, ours = torch.accelerator.current_device_index(), self.device.index or 0
+        if before != ours or not hasattr(self._threads, "has_device"):
+            torch.accelerator.set_device_index(ours)
+            self._threads.has_device = True
+        try:
+            yield
+        finally:
+            if before != ours:
+                torch.accelerator.set_device_index(before)
 
     def _settle(self) -> None:
         """Wait until nothing that was submitted before is running."""
@@ -188,7 +198,8 @@ class AcceleratorCopyEngine:
         """`submit`, ordered after what `mark` stands for instead of after everything until now."""
         assert isinstance(mark, torch.Event), "a mark of this engine"
         lane, judge = self._lanes[direction], self._judges[direction]
-        with self._registration.lock:  # what is covered now stays so until it is queued
+        # What is covered when it is asked stays so until the copies are queued.
+        with self._on_device(), self._registration.lock:
             if not (lane.is_idle and self._is_fast and self._registration.covers(copies)):
                 return lane.put(copies, mark)
             stream = self._streams[direction]

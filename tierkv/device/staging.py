@@ -132,6 +132,7 @@ class SlowLane:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._refusals = 0  # staged copies refused in a row; REFUSALS_MAX for good
         self._unfinished = 0
+        self._is_closed = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -146,27 +147,34 @@ class SlowLane:
         return self._unfinished == 0
 
     def put(self, copies: Descriptors, computed: torch.Event | None) -> StagedEvent:
-        """Queue copies."""
+        """Queue copies; after `close` they have failed."""
         event = StagedEvent()
         with self._lock:
+            if self._is_closed:
+                event.set_done(False)
+                return event
             self._unfinished += 1
             if self._thread is None:
                 name = f"tierkv-slow-{self._direction.value}"
                 self._thread = threading.Thread(target=self._work, name=name, daemon=True)
                 self._thread.start()
-        self._jobs.put(_Job(copies, computed, event))
+            self._jobs.put(_Job(copies, computed, event))
         return event
 
     def drain(self) -> None:
         """Wait until all that was put before has ended. Blocks."""
         nothing = np.zeros(0, np.int64)
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread is not None:
             self.put(Descriptors(nothing, nothing, nothing), None).finish()
+            if self._is_closed:
+                self._thread.join()
 
     def close(self) -> None:
         """Finish what is queued and end. Blocks."""
-        if self._thread is not None:
+        with self._lock:
+            self._is_closed = True
             self._jobs.put(None)
+        if self._thread is not None:
             self._thread.join()
 
     def _work(self) -> None:
@@ -214,56 +222,75 @@ class SlowLane:
         self._rungs["staged"] += 1
 
     def _load_staged(self, job: _Job, ring: StagingRing) -> None:
-        lent: deque[tuple[int, torch.Event]] = deque()
-        try:
+        with _Lent(ring) as lent:
             for device, host, size in _rows(job.copies, ring.piece_bytes):
-                if len(lent) >= PIECES // 2:  # the other direction needs pieces, too
-                    self._take_back(lent, ring)
-                piece = ring.borrow()
-                lent.append((piece, torch.Event(device=self._stream.device)))
+                if len(lent.pieces) >= PIECES // 2:  # the other direction needs pieces, too
+                    lent.take_back()
+                piece, copied = lent.borrow(torch.Event(device=self._stream.device))
                 _memmove(piece, host, size)
                 self._hooks.copy_one(self._direction, device, piece, size, self._stream)
-                lent[-1][1].record(self._stream)
+                copied.record(self._stream)
             end = torch.Event(device=self._stream.device)
             end.record(self._stream)
             job.event.set_queued(end)
-        finally:
-            while lent:
-                self._take_back(lent, ring)
-
-    @staticmethod
-    def _take_back(lent: deque[tuple[int, torch.Event]], ring: StagingRing) -> None:
-        piece, copied = lent.popleft()
-        try:
-            copied.synchronize()
-        finally:
-            ring.give_back(piece)
 
     def _store_staged(self, job: _Job, ring: StagingRing) -> None:
-        lent: deque[tuple[int, torch.Event, int, int]] = deque()
-        try:
+        with _Lent(ring) as lent:
             for device, host, size in _rows(job.copies, ring.piece_bytes):
-                if len(lent) >= PIECES // 2:
-                    self._unload(lent, ring)
-                piece = ring.borrow()
-                lent.append((piece, torch.Event(device=self._stream.device), host, size))
+                if len(lent.pieces) >= PIECES // 2:
+                    lent.take_back()
+                piece, copied = lent.borrow(torch.Event(device=self._stream.device), host, size)
                 self._hooks.copy_one(self._direction, device, piece, size, self._stream)
-                lent[-1][1].record(self._stream)
+                copied.record(self._stream)
             end = torch.Event(device=self._stream.device)
             end.record(self._stream)
             job.event.set_queued(end)
-        finally:
-            while lent:
-                self._unload(lent, ring)
 
-    @staticmethod
-    def _unload(lent: deque[tuple[int, torch.Event, int, int]], ring: StagingRing) -> None:
-        piece, copied, host, size = lent.popleft()
+
+class _Lent:
+    """Pieces of the ring that one job has; all of them go back, whatever happens.
+
+    Attributes:
+        pieces: address, the event behind its copy, and where its bytes go then: host address and
+            size, 0 and 0 for a load.
+    """
+
+    def __init__(self, ring: StagingRing) -> None:
+        self.pieces: deque[tuple[int, torch.Event, int, int]] = deque()
+        self._ring = ring
+
+    def borrow(self, copied: torch.Event, host: int = 0, size: int = 0) -> tuple[int, torch.Event]:
+        """One more piece; waits for it."""
+        piece = self._ring.borrow()
+        self.pieces.append((piece, copied, host, size))
+        return piece, copied
+
+    def take_back(self) -> None:
+        """Wait for the oldest piece's copy, take its bytes out, and give the piece back.
+
+        Raises:
+            RuntimeError: the copy failed; the piece is given back all the same.
+        """
+        piece, copied, host, size = self.pieces.popleft()
         try:
             copied.synchronize()
-            _memmove(host, piece, size)
+            if size:
+                _memmove(host, piece, size)
         finally:
-            ring.give_back(piece)
+            self._ring.give_back(piece)
+
+    def __enter__(self) -> _Lent:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        failure: RuntimeError | None = None
+        while self.pieces:
+            try:
+                self.take_back()
+            except RuntimeError as found:
+                failure = found
+        if failure is not None and error is None:
+            raise failure
 
 
 def _rows(copies: Descriptors, most: int = 0) -> list[tuple[int, int, int]]:

@@ -83,6 +83,11 @@ class StreamJudge:
         """All copies of a mark are queued; its verdict comes by itself."""
         with self._changed:
             self._sealed.append(mark)
+            is_late = self._is_closing
+        if is_late:
+            self.judge()  # nobody else will
+            return
+        with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.v1.core import kv_cache_utils
@@ -73,6 +74,27 @@ def writes_before_fence(vllm_config: Any, kv_cache_config: Any) -> bool:
     unit = getattr(kv_cache_config, "hash_block_size", None)
     has_parts = unit not in (None, vllm_config.cache_config.block_size)
     return has_parts or bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+
+
+def hookless_layers(vllm_config: Any, names: Iterable[str]) -> frozenset[str]:
+    """Layers around whose attention vLLM calls no hook of the connector.
+
+    vLLM calls them in the operators of `Attention` and `MLAAttention`; the index of sparse
+    attention has a cache of its own and is read without any.
+    """
+    compilation = getattr(vllm_config, "compilation_config", None)
+    layers = getattr(compilation, "static_forward_context", None) or {}
+    found = set()
+    for name in names:
+        ancestry = {kind.__name__ for kind in type(layers.get(name)).__mro__}
+        if not ancestry & {"Attention", "MLAAttention"}:
+            found.add(name)
+    return frozenset(found)
+
+
+def has_microbatches(vllm_config: Any) -> bool:
+    """Whether a step runs every layer, and its hooks, several times with parts of the batch."""
+    return bool(getattr(vllm_config.parallel_config, "use_ubatching", False))
 
 
 def quantisation(kv_cache_config: Any) -> str:

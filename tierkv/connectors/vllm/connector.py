@@ -96,6 +96,13 @@ class TierKVConnector(KVConnectorBase_V1):
                 f"{', '.join(kinds)} is not supported yet; TierKV serves full attention and MLA"
             )
         self._refuse_context_parallelism()
+        if self.config.engine.store_mode == "layerwise" and compat.has_microbatches(
+            self._vllm_config
+        ):
+            raise ConfigError(
+                "engine.store_mode: 'layerwise' stores a layer when its first microbatch is done; "
+                "use 'step' with --enable-dbo and --ubatch-size"
+            )
         is_failing = not compat.is_recompute(transfer)
         if is_failing and not self.config.engine.allow_failed_requests:
             raise ConfigError(
@@ -167,7 +174,9 @@ class TierKVConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         pages = compat.page_sizes(self._kv_cache_config)
-        self.worker_half.register(kv_caches, self._kv_cache_config.num_blocks, pages)
+        hookless = compat.hookless_layers(self._vllm_config, kv_caches)
+        blocks = self._kv_cache_config.num_blocks
+        self.worker_half.register(kv_caches, blocks, pages, hookless)
         self.worker_half.set_engine_blocks(self._sizes.engine_blocks)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:

@@ -10,7 +10,7 @@ Rule 3: nothing computed after a failed load is stored before the scheduler has 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,6 +85,7 @@ class WorkerHalf:
         self._mapper: PoolMapper | None = None
         self._layout: KvLayout | None = None
         self._by_layer: dict[str, tuple[str, ...]] = {}
+        self._early: list[str] = []  # runs that the forward reads without asking
         self._told: CopyFacts | None = None
         self._plan = StepPlan()
         self._loads: list[_Load] = []  # asynchronous ones in flight
@@ -105,6 +106,7 @@ class WorkerHalf:
         caches: Mapping[str, KvCache],
         blocks: int,
         pages: Mapping[str, PageSize] | None = None,
+        hookless: Collection[str] = (),
     ) -> None:
         """Learn where the KV cache lies, make the copy engine, and start to map the pool.
 
@@ -112,6 +114,7 @@ class WorkerHalf:
 
         Args:
             caches, blocks, pages: see `describe`.
+            hookless: layers for which `wait_for_layer` is never called.
         Raises:
             LayoutMismatchError: the layout or the device is not supported; names it.
         """
@@ -119,6 +122,8 @@ class WorkerHalf:
         self._copies = self._make_copies(_device_of(caches))
         self._layout = KvLayout(described.runs, 1)
         self._by_layer = described.by_layer
+        early = (run for name in caches if name in hookless for run in self._by_layer[name])
+        self._early = list(dict.fromkeys(early))
         adopter = self._copies if isinstance(self._copies, PoolAdopter) else None
         self._mapper = PoolMapper(self._pool_path, self._run_directory, self._engine, adopter)
 
@@ -170,6 +175,8 @@ class WorkerHalf:
                 self._loads.append(load)
             else:
                 self._step_loads.append(load)
+                for run in self._early:
+                    load.by_run[run].wait()
 
     def wait_for_layer(self, name: str) -> None:
         """Before a layer's attention: its blocks of all loads of the step are there."""
@@ -263,6 +270,8 @@ class WorkerHalf:
         assert self._copies is not None, "made together with the layout"
         offset = self._plan.rank_offsets[self._rank]
         names = self._layout.names
+        if not plan.is_async and self._early:
+            names = [*self._early, *(name for name in names if name not in self._early)]
         groups = [names] if plan.is_async else [[name] for name in names]
         events = []
         for group in groups:
