@@ -334,6 +334,7 @@ MANY_NAMES = {
     "tierkv.errors",  # one class per kind of trouble
     "tierkv.service.wire",  # one class per message
     "tierkv.units",  # parse and format per unit
+    "tierkv.connectors.vllm.compat",  # one question per difference between releases
     "tierkv.numa",  # what is asked of the kernel, and what it answers
     "tierkv.pool",  # the file, its locks and those who take them rest on the same few lines
     "tierkv.config.models",  # one class per group of keys
