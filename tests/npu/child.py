@@ -12,12 +12,16 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from tests.npu.acl import Acl
 from tests.npu.memory import Mapping
 from tests.npu.standin import StandIn, Way
 from tests.processes import wait_for
+from tierkv.device.accelerator import AcceleratorCopyEngine
+from tierkv.device.base import Descriptors, Direction
+from tierkv.device.npu import NpuHooks
 
 SIZE = 64 << 10
 
@@ -41,6 +45,35 @@ def use_registered_memory(standin: StandIn, device: torch.device) -> None:
         is_own_memory_pinned=torch.empty(SIZE, pin_memory=True).is_pinned(),
         changes=standin.counts().since(before),
     )
+    acl.unregister(mapping.address)
+
+
+def copy_with_our_engine(standin: StandIn, device: torch.device) -> None:
+    """The same with the copy engine, whose copies are held meanwhile."""
+    mapping, source = Mapping(SIZE), torch.empty(SIZE, dtype=torch.uint8, device=device)
+    values = torch.arange(SIZE, dtype=torch.int32).to(torch.uint8)
+    source.copy_(values)
+    engine = AcceleratorCopyEngine(device, NpuHooks(0), staging_bytes=0)
+    engine.adopt(mapping.address, SIZE, threading.Event())
+    places = (source.data_ptr(), mapping.address, SIZE)
+    before = standin.counts()
+    with standin.held(Way.TO_HOST):
+        event = engine.submit(
+            Direction.STORE, Descriptors(*(np.array([n], np.int64) for n in places))
+        )
+        is_over = event.is_done()
+    wait_for(event.is_done, what="the copy")
+    changes = standin.counts().since(before)
+    show(
+        rung=engine.rung,
+        is_over=is_over,
+        is_ok=event.is_ok,
+        is_right=torch.equal(mapping.tensor, values),
+        main_thread_waits=changes.get("main_thread_waits", 0),
+        batches=changes["batch_copies"],
+    )
+    engine.close()
+    engine.abandon(mapping.address, SIZE)
 
 
 def use_an_operator(standin: StandIn, device: torch.device) -> None:
@@ -125,7 +158,7 @@ def _call_on(device: torch.device, call: Callable[[], None]) -> None:
 
 
 ROLES = {
-    "old-driver": (use_registered_memory, use_an_operator),
+    "old-driver": (use_registered_memory, copy_with_our_engine, use_an_operator),
     "refused": (refuse_a_queued_copy,),
     "threads": (wait_in_threads,),
     "worker": (run_a_worker,),
