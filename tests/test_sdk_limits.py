@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -127,6 +128,20 @@ def test_a_hit_that_is_dropped_unreleased_is_released_for_its_owner(node, caplog
     seat.cache.poll()
     wait_for(lambda: node.held() == (0, 0), what="the end of their leases")
     assert caplog.text.count("dropped unreleased") == 1
+
+
+def test_a_cache_that_is_dropped_leaves_no_threads(node):
+    def ours() -> int:
+        return sum(thread.name.startswith("tierkv") for thread in threading.enumerate())
+
+    before = ours()
+    cache = tierkv.Cache(
+        Memory("numpy", 2).tensors, model="dropped", block_tokens=4, config=node.settings()
+    )
+    assert ours() > before
+    del cache
+    gc.collect()
+    wait_for(lambda: ours() == before, what="the end of its threads")
 
 
 @pytest.mark.parametrize("dtype", [[("x", "<i2")], "V2", "int16"])

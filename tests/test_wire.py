@@ -45,6 +45,7 @@ REQUESTS = [
     wire.Touch(8, SPACE, 33, KEYS),
     wire.Abandon(9, 8),
     wire.Outcome(10, 1, [2, 4], 3),
+    wire.Devices(10, [wire.Device(0, "npu:0", "batch", 1, 2, 3, 4, "")]),
     wire.Quiesced(11, 5),
     wire.Bye(12),
     wire.Ping(13),

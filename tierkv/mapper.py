@@ -77,7 +77,8 @@ class PoolMapper:
     def close(self) -> None:
         """Stop looking and give up the lock. Copies must have ended."""
         self._stop.set()
-        if self._thread is not None:
+        # The garbage collector may close us in any thread, so in this one, too.
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._pool = None
         for pool in self._mapped:

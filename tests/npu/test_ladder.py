@@ -191,3 +191,21 @@ def test_an_engine_can_be_closed_while_its_registration_is_refused(make, standin
     late = engine.submit(Direction.STORE, copies)
     late.finish()
     assert not late.is_ok, "a closed engine copies nothing that needs its threads"
+
+
+def test_what_is_told_is_of_the_newest_mapping(standin):
+    """A daemon that was restarted with another capacity makes another pool."""
+    engine = AcceleratorCopyEngine(torch.device("npu:0"), NpuHooks(0), staging_bytes=0)
+    old, new = HostPool(2 << 20), HostPool(1 << 20)
+    standin.fail_registrations(times=1)
+    engine.adopt(old.address, old.size, threading.Event())
+    assert (engine.rung, engine.facts.pool, engine.facts.registered) == ("blocking", old.size, 0)
+    assert engine.facts.problem
+    engine.adopt(new.address, new.size, threading.Event())
+    facts = engine.facts
+    assert (facts.rung, facts.pool, facts.registered) == ("batch", new.size, new.size)
+    assert facts.problem == ""
+    engine.close()
+    for pool in (old, new):
+        engine.abandon(pool.address, pool.size)
+    assert (engine.facts.pool, engine.facts.registered) == (0, 0)

@@ -55,8 +55,11 @@ class _Lane:
     def put(self, copies: Descriptors, event: CpuCopyEvent) -> None:
         self._jobs.put((copies, event))
 
-    def close(self) -> None:
+    def let_go(self) -> None:
         self._jobs.put(None)
+
+    def close(self) -> None:
+        self.let_go()
         self._thread.join()
 
     def _work(self) -> None:
@@ -82,6 +85,11 @@ class CpuCopyEngine:
         which then wait the interpreter's switch interval for every single copy.
         """
         time.sleep(GIVE_WAY_S)
+
+    def let_go(self) -> None:
+        """End when what is queued is done. Never waits; the garbage collector may call it."""
+        for lane in self._lanes.values():
+            lane.let_go()
 
     def close(self) -> None:
         for lane in self._lanes.values():

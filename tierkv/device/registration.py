@@ -33,7 +33,7 @@ ALIGNMENT = 4096
 
 @dataclass(frozen=True, slots=True)
 class RegistrationFacts:
-    """How far registration came. Bytes.
+    """How far registration of the newest mapping came. Bytes.
 
     Attributes:
         problem: why the rest is not registered; empty if nothing is wrong.
@@ -67,13 +67,14 @@ class Registration:
         self._settle = settle
         self._piece_bytes = piece_bytes
         self._pieces: tuple[tuple[int, int], ...] = ()  # (first, end), sorted, joined never
-        self._asked = 0
+        self._newest = (0, 0)  # (first, end) of the mapping that copies go to
         self._problem = ""
 
     def facts(self) -> RegistrationFacts:
         """How far it came, for log and statistics."""
-        registered = sum(end - first for first, end in self._pieces)
-        return RegistrationFacts(registered, self._asked, self._problem)
+        first, end = self._newest
+        registered = sum(e - f for f, e in self._pieces if first <= f < end)
+        return RegistrationFacts(registered, end - first, self._problem)
 
     def register(self, address: int, size: int, stop: threading.Event) -> None:
         """Register a mapping, in pieces; blocks, so run it in the background.
@@ -88,7 +89,7 @@ class Registration:
         """
         assert address % ALIGNMENT == 0, "a mapping begins at a page"
         began = time.monotonic()
-        self._asked += size
+        self._newest, self._problem = (address, address + size), ""
         at, end, piece = address, address + size, self._piece_bytes
         while at < end and not stop.is_set():
             length = min(piece, end - at)
@@ -116,8 +117,9 @@ class Registration:
 
     def unregister(self, address: int, size: int) -> None:
         """Take the registration of a mapping back. Blocks until no copy of it is running."""
-        self._asked -= size
         self._take_back(address, size)
+        if self._newest == (address, address + size):
+            self._newest = (0, 0)
 
     def _take_back(self, address: int, size: int) -> None:
         inside = [p for p in self._pieces if address <= p[0] < address + size]

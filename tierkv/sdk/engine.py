@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from tierkv.config import TierKVConfig
 from tierkv.device.base import CopyEngine, Direction, PoolAdopter, StreamedCopyEngine
+from tierkv.device.cpu import CpuCopyEngine
 from tierkv.device.facts import CopyFacts, facts_of
 from tierkv.device.layout import KvLayout, Pages
 from tierkv.mapper import PoolMapper
@@ -136,6 +137,8 @@ class Engine:
         would.
         """
         logger.warning("a cache was dropped without close()")
+        if isinstance(self._copies, CpuCopyEngine):
+            self._copies.let_go()  # others have more than threads to end, and wait for it
         self.client.close()
         self._mapper.close()
 

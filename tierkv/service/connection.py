@@ -94,8 +94,8 @@ class Connection:
 
     @property
     def version(self) -> int:
-        """Protocol version of the last daemon; 0 before the first welcome."""
-        return self.welcome.version if self.welcome is not None else 0
+        """Protocol version of the session; 0 before its welcome."""
+        return self.welcome.version if self.welcome is not None and self.link is Link.UP else 0
 
     @property
     def generation(self) -> int:
