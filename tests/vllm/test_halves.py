@@ -539,17 +539,22 @@ def test_loads_of_layers_without_hooks_are_waited_for_before_the_forward(make, h
     assert worker.take_report().loaded == {1: (1, True)}
 
 
-def test_layers_around_which_vllm_calls_no_hook_are_known_by_their_class():
+def test_layers_around_which_vllm_calls_no_hook_are_known_by_their_forward():
     class Attention:
-        pass
+        def forward(self):
+            raise NotImplementedError
 
     class OfAPlugIn(Attention):
         pass
 
-    layers = {"a": Attention(), "b": OfAPlugIn(), "index": object()}
+    class OfAModel(Attention):
+        def forward(self):
+            raise NotImplementedError
+
+    layers = {"a": Attention(), "b": OfAPlugIn(), "own": OfAModel(), "index": object()}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     names = [*layers, "unknown"]
-    assert compat.hookless_layers(config, names) == {"index", "unknown"}
+    assert compat.hookless_layers(config, names) == {"own", "index", "unknown"}
 
 
 def test_tails_behind_a_shared_prefix_are_stored_in_the_same_step(make):

@@ -79,15 +79,18 @@ def writes_before_fence(vllm_config: Any, kv_cache_config: Any) -> bool:
 def hookless_layers(vllm_config: Any, names: Iterable[str]) -> frozenset[str]:
     """Layers around whose attention vLLM calls no hook of the connector.
 
-    vLLM calls them in the operators of `Attention` and `MLAAttention`; the index of sparse
-    attention has a cache of its own and is read without any.
+    vLLM calls them in the operators that `forward` of `Attention` and `MLAAttention` uses. The
+    index of sparse attention has a cache of its own and is read without any, and some models derive
+    from those classes with a `forward` of their own. In doubt a layer has no hooks; that costs
+    overlap only.
     """
     compilation = getattr(vllm_config, "compilation_config", None)
     layers = getattr(compilation, "static_forward_context", None) or {}
     found = set()
     for name in names:
-        ancestry = {kind.__name__ for kind in type(layers.get(name)).__mro__}
-        if not ancestry & {"Attention", "MLAAttention"}:
+        kinds = type(layers.get(name)).__mro__
+        forward = next((kind.__name__ for kind in kinds if "forward" in vars(kind)), "")
+        if forward not in ("Attention", "MLAAttention"):
             found.add(name)
     return frozenset(found)
 
