@@ -551,10 +551,18 @@ def test_layers_around_which_vllm_calls_no_hook_are_known_by_their_forward():
         def forward(self):
             raise NotImplementedError
 
+    class MLAAttention:
+        def __init__(self, is_direct: bool) -> None:
+            self.use_direct_call = is_direct
+
+        def forward(self):
+            raise NotImplementedError
+
     layers = {"a": Attention(), "b": OfAPlugIn(), "own": OfAModel(), "index": object()}
+    layers |= {"mla": MLAAttention(False), "direct": MLAAttention(True)}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     names = [*layers, "unknown"]
-    assert compat.hookless_layers(config, names) == {"own", "index", "unknown"}
+    assert compat.hookless_layers(config, names) == {"own", "index", "direct", "unknown"}
 
 
 def test_tails_behind_a_shared_prefix_are_stored_in_the_same_step(make):

@@ -88,9 +88,12 @@ def hookless_layers(vllm_config: Any, names: Iterable[str]) -> frozenset[str]:
     layers = getattr(compilation, "static_forward_context", None) or {}
     found = set()
     for name in names:
-        kinds = type(layers.get(name)).__mro__
+        layer = layers.get(name)
+        kinds = type(layer).__mro__
         forward = next((kind.__name__ for kind in kinds if "forward" in vars(kind)), "")
-        if forward not in ("Attention", "MLAAttention"):
+        # On platforms without opaque operators MLA goes past its hooked operator.
+        is_direct = forward == "MLAAttention" and getattr(layer, "use_direct_call", False)
+        if forward not in ("Attention", "MLAAttention") or is_direct:
             found.add(name)
     return frozenset(found)
 
